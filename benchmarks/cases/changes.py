@@ -1,10 +1,13 @@
-"""Rows that go, and what changed: ``python -m benchmarks.cases.changes [parquet] [half]``.
+"""Rows that go, and what changed: ``python -m benchmarks.cases.changes [parquet] [half] [expire] [step] [sweep]``.
 
 - ``parquet``: of a table of 4M rows x 64 a million are updated and committed. The time of `bunkbed changes` to a
   Parquet file, within the process; the file's bytes.
 - ``half``: a table of 10 GB (Adam, any id) has half of its rows deleted, in calls of 100,000, while it trains on the
   other half, and commits every 50 steps. Its disk and directory before and after, and the times of the steps without
   and with deletes. Its RAM budget is a quarter of it.
+- ``expire``: the same, but one sweep removes the half that has expired, and training goes on.
+- ``step``: lookup and Adam update of a table in RAM that notes ages and counts, against one that does not, in turns.
+- ``sweep``: 100M stored rows x 16 (SGD) of which a hundredth has expired: time and bytes read of a sweep.
 """
 
 from __future__ import annotations
@@ -102,28 +105,124 @@ def half(directory: Path, size: int, ram: int) -> None:
         sizes = f"{common.bb_bytes(before[what])} -> {common.bb_bytes(after[what])}"
         print(f"  {name}: {sizes}, {after[what] / before[what]:.0%} of before; wanted: <= 60 %")
     print(f"  disk after compact(): {compacted['disk_bytes'] / before['disk_bytes']:.0%} of before")
-    for name, times in (("without deletes", quiet), ("with deletes", busy), ("afterwards", after_steps)):
-        p50, p99 = np.percentile(times * 1e3, [50, 99])
-        print(f"  steps {name}: median {p50:.1f} ms, p99 {p99:.1f} ms, longest {times.max() * 1e3:.0f} ms")
+    _print_steps({"without deletes": quiet, "with deletes": busy, "afterwards": after_steps})
     print(f"  a delete of 100,000 rows: {common.spread(deletes)}")
     print(f"  tombstones left: {after['tombstones']:,.0f}")
 
 
+def _print_steps(every: dict[str, Any]) -> None:
+    for name, times in every.items():
+        p50, p99 = np.percentile(times * 1e3, [50, 99])
+        print(f"  steps {name}: median {p50:.1f} ms, p99 {p99:.1f} ms, longest {times.max() * 1e3:.0f} ms")
+
+
+def expire(directory: Path, size: int, ram: int) -> None:
+    """Print disk, directory and step times."""
+    rows = size // (DIM * 12 + 12 + 36)
+    rules: dict[str, Any] = {"expire": 1, "clock": "event"}
+    with common.workspace(directory, 3 * size) as folder, bb.create(folder / "t", dim=DIM, ram=ram, **rules) as table:
+        rng = np.random.default_rng(1)
+        for first in range(0, rows, 100_000):
+            table.clock = 0 if first <= rows // 2 else 1
+            ids = np.arange(first, min(rows, first + 100_000))
+            table.update(ids, np.full((len(ids), DIM), 0.01, np.float32))
+        table.commit()
+        middle = rows // 2 // 100_000 * 100_000 + 100_000
+        quiet, _ = _steps(table, middle, rows, 400, rng)
+        table.commit()
+        before = table.stats()
+        began = time.perf_counter()
+        swept = table.sweep()
+        seconds = time.perf_counter() - began
+        read = table.stats()["read_bytes"] - before["read_bytes"]
+        table.begin_commit()
+        busy, _ = _steps(table, middle, rows, 800, rng)
+        table.commit()
+        table.commit(meta={"again": 1})
+        after = table.stats()
+    print(f"{rows:,} rows, {common.bb_bytes(before['disk_bytes'])} of files, ram {common.bb_bytes(ram)}: ", end="")
+    print(f"{swept.expired:,} expired")
+    print(f"  the sweep: {seconds:.1f} s, {common.bb_bytes(read)} read")
+    for what, name in (("disk_bytes", "disk"), ("directory_bytes", "directory")):
+        sizes = f"{common.bb_bytes(before[what])} -> {common.bb_bytes(after[what])}"
+        print(f"  {name}: {sizes}, {after[what] / before[what]:.0%} of before; wanted: <= 60 %")
+    _print_steps({"before": quiet, "after the sweep": busy})
+
+
+def step(rounds: int, rows: int, batch: int) -> None:
+    """Print what ages and counts cost a step."""
+    rng = np.random.default_rng(2)
+    tables = [bb.create(None, dim=DIM), bb.create(None, dim=DIM, expire=1 << 40)]
+    grads = np.full((batch, DIM), 0.01, np.float32)
+    for table in tables:
+        for first in range(0, rows, 100_000):
+            ids = np.arange(first, min(rows, first + 100_000))
+            table.update(ids, np.zeros((len(ids), DIM), np.float32))
+    ratios, times = [], []
+    for _ in range(rounds):
+        batches = [rng.integers(0, rows, batch) for _ in range(40)]
+        seconds = []
+        for table in tables if len(ratios) % 2 else tables[::-1]:
+            began = time.perf_counter()
+            for ids in batches:
+                table.lookup(ids)
+                table.update(ids, grads)
+            seconds.append((time.perf_counter() - began) / len(batches))
+        plain, aged = seconds if len(ratios) % 2 else seconds[::-1]
+        ratios.append(aged / plain)
+        times.append(plain)
+    print(
+        f"{rows:,} rows x {DIM} in RAM, Adam, {batch:,} ids: a step {np.median(times) * 1e3:.2f} ms, with ages and",
+        end=" ",
+    )
+    print(f"counts x {np.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}); wanted: 1.03")
+
+
+def sweep(directory: Path, rows: int, ram: int) -> None:
+    """Print the time of a sweep, and what it read."""
+    dim, at_once = 16, 1_000_000
+    rules: dict[str, Any] = {"expire": 1, "clock": "event", "optimizer": bb.SGD(lr=0.1)}
+    with common.workspace(directory, rows * 120) as folder, bb.create(folder / "t", dim=dim, ram=ram, **rules) as table:
+        for first in range(0, rows, at_once):
+            table.clock = 0 if first < rows // 100 else 1
+            ids = np.arange(first, min(rows, first + at_once))
+            table.update(ids, np.full((len(ids), dim), 0.01, np.float32))
+        table.commit()
+        common.forget_pages(folder)
+        for dry_run in (True, False):
+            before = table.stats()
+            began = time.perf_counter()
+            swept = table.sweep(dry_run=dry_run)
+            seconds = time.perf_counter() - began
+            read = table.stats()["read_bytes"] - before["read_bytes"]
+            what = "a dry run" if dry_run else "the sweep"
+            print(f"{what} of {rows:,} rows x {dim}, ram {common.bb_bytes(ram)}: {seconds:.1f} s,", end=" ")
+            print(f"{common.bb_bytes(read)} read of {common.bb_bytes(before['disk_bytes'])}, {swept.expired:,} expired")
+
+
 def main() -> int:
     options = common.parser(__doc__)
-    options.add_argument("parts", nargs="*", help="parquet, half; default: both")
+    names = ["parquet", "half", "expire", "step", "sweep"]
+    options.add_argument("parts", nargs="*", help=f"{', '.join(names)}; default: all")
     options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--size", type=float, default=10e9, help="bytes of the table of `half`")
+    options.add_argument("--size", type=float, default=10e9, help="bytes of the table of `half` and `expire`")
+    options.add_argument("--rows", type=float, default=1e8, help="rows of `sweep`")
     chosen = options.parse_args()
-    parts = chosen.parts or ["parquet", "half"]
-    if unknown := sorted(set(parts) - {"parquet", "half"}):
-        options.error(f"there is no part {unknown[0]!r}; there are parquet and half")
+    parts = chosen.parts or names
+    if unknown := sorted(set(parts) - set(names)):
+        options.error(f"there is no part {unknown[0]!r}; there are {', '.join(names)}")
     rows, size = (40_000, 100_000_000) if chosen.tiny else (4_000_000, int(chosen.size))
     print(common.machine(chosen.dir))
     if "parquet" in parts:
         parquet(chosen.dir, chosen.rounds, rows, rows // 4)
     if "half" in parts:
         half(chosen.dir, size, max(size // 4, 64 << 20))
+    if "expire" in parts:
+        expire(chosen.dir, size, max(size // 4, 64 << 20))
+    if "step" in parts:
+        step(chosen.rounds * 3, rows // 4, 4096 if chosen.tiny else 65_536)
+    if "sweep" in parts:
+        sweep(chosen.dir, 1_000_000 if chosen.tiny else int(chosen.rows), (64 << 20) if chosen.tiny else (3 << 30))
     return 0
 
 

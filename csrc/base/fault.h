@@ -38,6 +38,8 @@ inline bool set_fault(const char* name) {
       "evict_into_old_epoch",   // a row changed and evicted during a commit is written to that commit's epoch
       "checkpoint_too_new",     // a directory checkpoint claims one epoch more than it holds
       "purge_too_early",        // tombstones are dropped while records of their rows are in the log
+      "stale_usage",            // a step does not note in its rows that it named them
+      "expires_early",          // a sweep takes rows that expire with the next unit of the clock
       "replay_last_record",     // replay takes the last record of a row, whatever its version
   };
   if (name == nullptr) {

@@ -11,7 +11,8 @@
 #include "base/float_mode.h"
 #include "bindings/bindings.h"
 #include "device/device_map.h"
-#include "table/scan.h"
+#include "scan/removable.h"
+#include "scan/scan.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -131,6 +132,31 @@ TableSpec table_spec(int64_t num_rows, uint32_t dim, int dtype, const std::tuple
   return spec;
 }
 
+nb::dict removable_values(const Removable& found) {
+  const size_t n = found.first.size();
+  const size_t bytes = n * sizeof(uint64_t);
+  auto* keys = static_cast<uint64_t*>(allocate_array(bytes));
+  const nb::object own_keys = own_block(keys, bytes);
+  auto* ids = static_cast<int64_t*>(allocate_array(bytes));
+  const nb::object own_ids = own_block(ids, bytes);
+  for (size_t i = 0; i < n; ++i) {
+    keys[i] = found.first[i].key;
+    ids[i] = found.first[i].id;
+  }
+  nb::list ages, counts;
+  for (const uint64_t rows : found.ages) ages.append(rows);
+  for (const uint64_t rows : found.counts) counts.append(rows);
+  nb::dict d;
+  d["rows"] = found.rows;
+  d["expired"] = found.expired;
+  d["changes"] = found.changes;
+  d["keys"] = nb::ndarray<nb::numpy, uint64_t, nb::ndim<1>>(keys, {n}, own_keys);
+  d["ids"] = nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>(ids, {n}, own_ids);
+  d["ages"] = ages;
+  d["counts"] = counts;
+  return d;
+}
+
 // Runs a call of the core: without the GIL, in the default floating-point mode.
 template <typename Call>
 auto unlocked(Call&& call) {
@@ -142,17 +168,31 @@ auto unlocked(Call&& call) {
 }  // namespace
 
 void bind_table(nb::module_& m) {
+  nb::class_<Retention>(m, "Retention", "The rules of a table by which rows go; 0 is no rule. See bunkbed.Retention.")
+      .def(
+          "__init__",
+          [](Retention* self, int64_t expire, int clock, int64_t max_rows, int evict, int64_t keep) {
+            new (self) Retention{expire, static_cast<AgeClock>(clock), max_rows, static_cast<EvictFirst>(evict), keep};
+          },
+          "expire"_a, "clock"_a, "max_rows"_a, "evict"_a, "keep"_a)
+      .def_ro("expire", &Retention::expire)
+      .def_prop_ro("clock", [](const Retention& r) { return static_cast<int>(r.clock); })
+      .def_ro("max_rows", &Retention::max_rows)
+      .def_prop_ro("evict", [](const Retention& r) { return static_cast<int>(r.evict); })
+      .def_ro("keep", &Retention::keep);
+
   nb::class_<TableSpec>(m, "TableSpec", "The definition of a table in the core.")
       .def(
           "__init__",
           [](TableSpec* self, int64_t num_rows, uint32_t dim, int dtype, const std::string& init_kind, double init_a,
-             double init_b, uint64_t seed, const nb::dict& optimizer, bool belongs_to_run, bool is_scratch) {
+             double init_b, uint64_t seed, const nb::dict& optimizer, const Retention& retention, bool belongs_to_run, bool is_scratch) {
             new (self) TableSpec(table_spec(num_rows, dim, dtype, {init_kind, init_a, init_b}, seed, optimizer,
                                             belongs_to_run));
+            self->retention = retention;
             self->is_scratch = is_scratch;
           },
           "num_rows"_a, "dim"_a, "dtype"_a, "init_kind"_a, "init_a"_a, "init_b"_a, "seed"_a, "optimizer"_a,
-          "belongs_to_run"_a, "is_scratch"_a)
+          "retention"_a, "belongs_to_run"_a, "is_scratch"_a)
       .def("minimum_ram", [](const TableSpec& spec, uint64_t stored_rows,
                              bool on_disk) { return minimum_ram(spec, stored_rows, on_disk); })
       .def("rows_within", [](const TableSpec& spec, size_t ram_bytes,
@@ -182,6 +222,7 @@ void bind_table(nb::module_& m) {
       .def_prop_ro("init_b", [](const TableSpec& spec) { return spec.init.b; })
       .def_prop_ro("seed", [](const TableSpec& spec) { return spec.init.seed; })
       .def_prop_ro("optimizer", [](const TableSpec& spec) { return optimizer_values(spec.optimizer); })
+      .def_ro("retention", &TableSpec::retention)
       .def_ro("belongs_to_run", &TableSpec::belongs_to_run)
       .def_ro("is_scratch", &TableSpec::is_scratch);
 
@@ -272,8 +313,15 @@ void bind_table(nb::module_& m) {
       .def("set", [](Table& t, const Ids& ids, size_t field, const FloatsIn& values) {
         unlocked([&] { t.set(ids.data(), ids.shape(0), field, values.data()); });
       })
-      .def("erase", [](Table& t, const Ids& ids) { return unlocked([&] { return t.erase(ids.data(), ids.shape(0)); }); },
-           "ids"_a, "Delete rows; return how many were stored.")
+      .def(
+          "erase",
+          [](Table& t, const Ids& ids, std::optional<uint64_t> changes) {
+            const Erased erased = unlocked([&] { return t.erase(ids.data(), ids.shape(0), changes); });
+            return nb::make_tuple(erased.rows, erased.changes);
+          },
+          "ids"_a, "changes"_a = nb::none(),
+          "Delete rows; return how many were stored, and the number of changes. Raises if that was not `changes` before.")
+      .def("changes", [](Table& t) { return unlocked([&] { return t.changes(); }); })
       .def("contains",
            [](Table& t, const Ids& ids, const nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>& out) {
              unlocked([&] { t.contains(ids.data(), ids.shape(0), out.data()); });
@@ -352,7 +400,19 @@ void bind_table(nb::module_& m) {
              const OptimizerSpec spec = optimizer_spec(values);
              unlocked([&] { t.set_optimizer(spec); });
            })
-      .def("optimizer", [](Table& t) { return optimizer_values(unlocked([&] { return t.optimizer(); })); })
+      .def("optimizer", [](Table& t) { return optimizer_values(unlocked([&] { return t.changeable().optimizer; })); })
+      .def("set_retention", [](Table& t, const Retention& rules) { unlocked([&] { t.set_retention(rules); }); })
+      .def("retention", [](Table& t) { return unlocked([&] { return t.changeable().retention; }); })
+      .def("clock", [](Table& t) { return unlocked([&] { return t.clock(); }); })
+      .def("set_clock", [](Table& t, int64_t now) { unlocked([&] { t.set_clock(now); }); })
+      .def(
+          "removable",
+          [](Table& t, const Retention& rules, int64_t now, size_t most, bool only_expired, uint64_t after_key, int64_t after_id) {
+            return removable_values(
+                unlocked([&] { return find_removable(t, rules, now, most, only_expired, {after_key, after_id}); }));
+          },
+          "rules"_a, "now"_a, "most"_a, "only_expired"_a, "after_key"_a, "after_id"_a,
+          "Return the rows that a sweep removes first, in their order, and how many rows there are; see scan/removable.h.")
       .def("stats", [](Table& t) { return stats_values(unlocked([&] { return t.stats(); })); })
       .def("step", [](Table& t) { return unlocked([&] { return t.step(); }); })
       .def("epoch", [](Table& t) { return unlocked([&] { return t.epoch(); }); })
@@ -375,8 +435,8 @@ void bind_table(nb::module_& m) {
 
   nb::class_<Scan>(m, "Scan", "A scan of every stored row.")
       .def("__init__",
-           [](Scan* self, Table* table, std::vector<size_t> fields) {
-             unlocked([&] { new (self) Scan(table, std::move(fields)); });
+           [](Scan* self, Table* table, const std::vector<size_t>& fields) {
+             unlocked([&] { new (self) Scan(table, fields); });
            },
            "table"_a, "fields"_a, nb::keep_alive<1, 2>())
       .def("next",

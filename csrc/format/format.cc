@@ -9,6 +9,7 @@
 
 #include "base/bytes.h"
 #include "base/error.h"
+#include "format/record.h"
 #include "kernels/kernels.h"
 
 namespace bunkbed {
@@ -198,6 +199,36 @@ bool has_narrow_slots(const std::vector<Field>& fields) {
   return fields.size() > 1 && fields[1].dtype != static_cast<uint8_t>(DType::kFloat32);
 }
 
+namespace {
+
+size_t field_dtype_bytes(uint8_t dtype) {
+  return dtype == kFieldInt64 ? 8 : dtype == kFieldUint32 ? 4 : dtype_bytes(static_cast<DType>(dtype));
+}
+
+// Reads the rules of retention, and takes the fields of usage out of the manifest's fields.
+void read_retention(Reader& r, Manifest* m) {
+  m->retention.expire = r.get<int64_t>();
+  m->retention.max_rows = r.get<int64_t>();
+  m->retention.keep = r.get<int64_t>();
+  m->clock = r.get<int64_t>();
+  const auto clock = r.get<uint8_t>();
+  const auto evict = r.get<uint8_t>();
+  (void)r.get<uint16_t>();
+  if (clock > 1) r.malformed("unknown clock " + std::to_string(clock));
+  if (evict > 2) r.malformed("unknown order of eviction " + std::to_string(evict));
+  m->retention.clock = static_cast<AgeClock>(clock);
+  m->retention.evict = static_cast<EvictFirst>(evict);
+  if (m->retention.expire < 0 || m->retention.max_rows < 0 || m->retention.keep < 0 || m->clock < m->retention.first_time() || !m->retention.is_set()) {
+    r.malformed("a rule of retention is out of range");
+  }
+  if (m->fields.size() < 3) r.malformed("its records have no usage");
+  const std::vector<Field> usage(m->fields.end() - 2, m->fields.end());
+  m->fields.resize(m->fields.size() - 2);
+  if (usage != usage_fields(m->fields)) r.malformed("its records have another usage than this release knows");
+}
+
+}  // namespace
+
 Bytes encode_manifest(const Manifest& m) {
   Bytes out;
   out.reserve(1024);
@@ -207,7 +238,9 @@ Bytes encode_manifest(const Manifest& m) {
   w.put<uint32_t>(0);
   w.put<uint64_t>(0);  // bytes that follow before the checksum; filled in below
   const bool has_history = m.deletions_from > 0 || !m.rewinds.empty();
-  w.put(has_history ? m.reader_flags | kReaderFlagHistory : m.reader_flags & ~kReaderFlagHistory);
+  const bool has_usage = m.retention.is_set();
+  w.put((m.reader_flags & ~(kReaderFlagHistory | kReaderFlagRetention)) | (has_history ? kReaderFlagHistory : 0) |
+        (has_usage ? kReaderFlagRetention : 0));
   w.put(m.writer_flags);
   w.raw(m.uuid.data(), m.uuid.size());
   w.put(m.epoch);
@@ -235,8 +268,12 @@ Bytes encode_manifest(const Manifest& m) {
   w.put(m.payload_bytes);
   w.put(m.slots_per_segment);
   w.put(m.stored_rows);
-  w.put<uint32_t>(static_cast<uint32_t>(m.fields.size()));
-  for (const Field& field : m.fields) {
+  std::vector<Field> fields = m.fields;
+  if (has_usage) {
+    for (Field& field : usage_fields(m.fields)) fields.push_back(std::move(field));
+  }
+  w.put<uint32_t>(static_cast<uint32_t>(fields.size()));
+  for (const Field& field : fields) {
     w.text(field.name);
     w.put(field.dtype);
     w.put(field.length);
@@ -262,6 +299,15 @@ Bytes encode_manifest(const Manifest& m) {
       w.put(rewind.to);
       w.put(rewind.at);
     }
+  }
+  if (has_usage) {
+    w.put(m.retention.expire);
+    w.put(m.retention.max_rows);
+    w.put(m.retention.keep);
+    w.put(m.clock);
+    w.put(static_cast<uint8_t>(m.retention.clock));
+    w.put(static_cast<uint8_t>(m.retention.evict));
+    w.put<uint16_t>(0);
   }
   store<uint64_t>(out.data() + 16, out.size() - kManifestPrefixBytes);
   w.put(crc32c(0, out.data(), out.size()));
@@ -322,6 +368,7 @@ Manifest decode_manifest(std::span<const std::byte> bytes, const std::string& pa
   m.payload_bytes = r.get<uint64_t>();
   m.slots_per_segment = r.get<uint64_t>();
   m.stored_rows = r.get<uint64_t>();
+  const bool has_usage = (m.reader_flags & kReaderFlagRetention) != 0;
   const size_t num_fields = r.count(13, "fields");
   for (size_t i = 0; i < num_fields; ++i) {
     Field field;
@@ -329,8 +376,11 @@ Manifest decode_manifest(std::span<const std::byte> bytes, const std::string& pa
     field.dtype = r.get<uint8_t>();
     field.length = r.get<uint32_t>();
     field.offset = r.get<uint32_t>();
-    if (field.dtype > 2) r.malformed("field '" + field.name + "' has unknown dtype " + std::to_string(field.dtype));
-    const uint64_t end = field.offset + uint64_t{field.length} * dtype_bytes(static_cast<DType>(field.dtype));
+    const bool is_of_usage = has_usage && i + 2 >= num_fields;
+    if (field.dtype > (is_of_usage ? kFieldUint32 : 2)) {
+      r.malformed("field '" + field.name + "' has unknown dtype " + std::to_string(field.dtype));
+    }
+    const uint64_t end = field.offset + uint64_t{field.length} * field_dtype_bytes(field.dtype);
     if (end > m.payload_bytes) r.malformed("field '" + field.name + "' passes the record's end");
     for (const Field& other : m.fields) {
       if (other.name == field.name) r.malformed("field '" + field.name + "' appears twice");
@@ -377,6 +427,7 @@ Manifest decode_manifest(std::span<const std::byte> bytes, const std::string& pa
     }
     if (m.deletions_from > m.next_version) r.malformed("it has tombstones from a version on that is not given out yet");
   }
+  if (has_usage) read_retention(r, &m);
   if (!r.at_end()) r.malformed("bytes follow its last field");
 
   if (m.fields.empty() || m.fields[0].name != "weight" || m.fields[0].length != m.dim || m.fields[0].offset != 0) {

@@ -67,12 +67,16 @@ constexpr size_t chunk_index_bytes(size_t count) { return count * 16; }
 // ---- Manifest ------------------------------------------------------------------------------------------------
 
 struct Field {
-  std::string name;     // "weight", then the slots; reserved: last_step, count, scale
+  std::string name;     // "weight", then the slots; reserved: scale
   uint8_t dtype = 0;    // DType; slots are all float32 or all bfloat16
   uint32_t length = 0;  // elements
   uint32_t offset = 0;  // bytes from the start of the payload
   bool operator==(const Field&) const = default;
 };
+
+// What a manifest gives as the dtype of the fields of a row's usage (record.h), which are no DType.
+inline constexpr uint8_t kFieldInt64 = 3;
+inline constexpr uint8_t kFieldUint32 = 4;
 
 struct SegmentEntry {
   uint64_t segment = 0;
@@ -111,7 +115,7 @@ struct Manifest {
   uint64_t payload_bytes = 0;
   uint64_t slots_per_segment = 0;
   uint64_t stored_rows = 0;
-  std::vector<Field> fields;
+  std::vector<Field> fields;  // of floats; a table with rules of retention has the fields of usage after these
   std::vector<SegmentEntry> segments;
   std::vector<CheckpointEntry> checkpoints;
   std::string keep;  // name of the snapshot; empty: not kept
@@ -119,6 +123,9 @@ struct Manifest {
   // ---- With kReaderFlagHistory; encode_manifest() sets the flag where there is one.
   uint64_t deletions_from = 0;   // the segments have every tombstone from this version on; 0: no row was ever deleted
   std::vector<Rewind> rewinds;  // ascending; those of very long ago may be joined
+  // ---- With kReaderFlagRetention; encode_manifest() sets the flag where there is a rule.
+  Retention retention;
+  int64_t clock = 0;  // of the caller's events, -1 before it is set; 0 where the clock is the step
 
   DType dtype() const { return static_cast<DType>(fields.at(0).dtype); }
 };
@@ -129,11 +136,13 @@ inline constexpr uint64_t kReaderFlagNarrowSlots = 1;
 inline constexpr uint64_t kReaderFlagScratch = 2;
 // Reader flag: the manifest has facts that the change feed needs, after `meta`.
 inline constexpr uint64_t kReaderFlagHistory = 4;
+// Reader flag: records have the usage of their rows, and the manifest has the rules by which rows go.
+inline constexpr uint64_t kReaderFlagRetention = 8;
 // Writer flag: the table belongs to a run, which commits it with others.
 inline constexpr uint64_t kWriterFlagRun = 1;
 // Writer flag: a copy made this commit (copy.h). A writer's own commits do not have the flag.
 inline constexpr uint64_t kWriterFlagCopy = 2;
-inline constexpr uint64_t kKnownReaderFlags = kReaderFlagNarrowSlots | kReaderFlagScratch | kReaderFlagHistory;
+inline constexpr uint64_t kKnownReaderFlags = kReaderFlagNarrowSlots | kReaderFlagScratch | kReaderFlagHistory | kReaderFlagRetention;
 inline constexpr uint64_t kKnownWriterFlags = kWriterFlagRun | kWriterFlagCopy;
 
 bool has_narrow_slots(const std::vector<Field>& fields);

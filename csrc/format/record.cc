@@ -30,6 +30,15 @@ std::vector<Field> record_fields(uint32_t dim, DType dtype, const OptimizerSpec&
 
 size_t record_payload(const std::vector<Field>& fields) { return fields.back().offset + field_bytes(fields.back()); }
 
+size_t payload_of(const Manifest& manifest) {
+  return record_payload(manifest.fields) + (manifest.retention.is_set() ? kUsageBytes : 0);
+}
+
+std::vector<Field> usage_fields(const std::vector<Field>& fields) {
+  const auto at = static_cast<uint32_t>(record_payload(fields));
+  return {{"last_step", kFieldInt64, 1, at}, {"count", kFieldUint32, 1, at + static_cast<uint32_t>(sizeof(int64_t))}};
+}
+
 DType field_dtype(const Field& field) { return static_cast<DType>(field.dtype); }
 
 size_t field_bytes(const Field& field) { return aligned(field.length * dtype_bytes(field_dtype(field))); }

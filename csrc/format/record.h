@@ -4,8 +4,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
+#include "base/bytes.h"
 #include "base/types.h"
 #include "format/format.h"
 
@@ -14,6 +16,26 @@ namespace bunkbed {
 // Returns the fields of a record, in order.
 std::vector<Field> record_fields(uint32_t dim, DType dtype, const OptimizerSpec& optimizer);
 size_t record_payload(const std::vector<Field>& fields);  // bytes
+
+// Of a table with rules of retention: when a row was last named, and by how many steps. The last bytes of the payload,
+// after the fields above, which are all of floats.
+struct Usage {
+  int64_t last_step = 0;  // of the table's clock
+  uint32_t count = 0;     // stays at its largest value
+};
+// The last_step of a row that no sweep removes and that no step or set dates: a padding row.
+inline constexpr int64_t kNeverGoes = std::numeric_limits<int64_t>::max();
+inline constexpr size_t kUsageBytes = sizeof(int64_t) + sizeof(uint32_t);
+inline Usage read_usage(const std::byte* usage) {
+  return {load<int64_t>(usage), load<uint32_t>(usage + sizeof(int64_t))};
+}
+inline void write_usage(const Usage& usage, std::byte* out) {
+  store(out, usage.last_step);
+  store(out + sizeof(int64_t), usage.count);
+}
+size_t payload_of(const Manifest& manifest);  // with the usage, if the table has it
+// The fields of usage, for the manifest of a table whose other fields these are.
+std::vector<Field> usage_fields(const std::vector<Field>& fields);
 
 // The type of a field, and its bytes in the record.
 DType field_dtype(const Field& field);

@@ -23,7 +23,7 @@ Manifest Committer::manifest_now(uint64_t epoch) const {
   manifest.step = table_.step;
   manifest.next_version = log->next_version();
   manifest.next_segment = log->next_segment();
-  manifest.optimizer = table_.spec.optimizer;
+  table_.define(&manifest);
   manifest.stored_rows = table_.store->directory().stored_rows();
   manifest.keep.clear();
   manifest.meta = table_.meta;
@@ -70,7 +70,7 @@ std::unique_ptr<Committer::Job> Committer::prepare(const std::optional<std::stri
   auto job = std::make_unique<Job>();
   *pending = job->pending;
   const bool is_same = !even_if_same && !table_.is_changed && (!meta.has_value() || *meta == table_.meta) && keep.empty() &&
-                       table_.spec.optimizer == table_.committed.optimizer;
+                       table_.is_definition_committed();
   if (is_same && table_.committed.epoch > 0) {
     job->pending->succeed(table_.committed.epoch);
     return nullptr;
@@ -78,7 +78,7 @@ std::unique_ptr<Committer::Job> Committer::prepare(const std::optional<std::stri
   if (!table_.has_files()) {
     if (meta.has_value()) table_.meta = *meta;
     ++table_.committed.epoch;
-    table_.committed.optimizer = table_.spec.optimizer;
+    table_.define(&table_.committed);
     if (!keep.empty()) ram_.keep(keep);
     table_.is_changed = false;
     ++table_.counts.commits;

@@ -228,7 +228,7 @@ bool IndexSnapshots::is_worth_closing_with() const {
     return false;
   }
   const bool is_committed = !table_.is_changed && table_.is_durable && device_.num_held() == 0 &&
-                            table_.spec.optimizer == table_.committed.optimizer;  // a commit would change it
+                            table_.is_definition_committed();  // a commit would change it
   // An unchanged copy must keep its flag, and a kept commit must stay the newest one.
   const bool may_commit = (table_.committed.writer_flags & kWriterFlagCopy) == 0 && table_.committed.keep.empty();
   const size_t stored = table_.store->directory().stored_rows();

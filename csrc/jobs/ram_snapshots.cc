@@ -19,7 +19,7 @@ void RamSnapshots::drop(const std::string& name) {
 }
 
 void RamSnapshots::keep(const std::string& name) {
-  RamSnapshot snapshot{name, table_.committed.epoch, table_.step, table_.meta, {}, {}};
+  RamSnapshot snapshot{name, table_.committed.epoch, table_.step, table_.event_clock, table_.meta, {}, {}};
   Cache& cache = table_.store->cache();
   for (uint32_t frame = 0; frame < cache.high_water(); ++frame) {
     if (cache.info(frame).row < 0) continue;

@@ -16,6 +16,7 @@ struct RamSnapshot {
   std::string name;
   uint64_t epoch = 0;
   int64_t step = 0;
+  int64_t clock = 0;
   std::string meta;
   std::vector<int64_t> rows;
   std::vector<std::byte> records;
@@ -23,7 +24,8 @@ struct RamSnapshot {
 
 class RamSnapshots {
  public:
-  explicit RamSnapshots(TableState& table) : table_(table) {}
+  explicit RamSnapshots(TableState& table)
+      : table_(table), start_{"", 0, 0, table.spec.retention.first_time(), "{}", {}, {}} {}
   RamSnapshots(const RamSnapshots&) = delete;
   RamSnapshots& operator=(const RamSnapshots&) = delete;
 
@@ -38,7 +40,7 @@ class RamSnapshots {
  private:
   TableState& table_;
   std::vector<RamSnapshot> snapshots_ GUARDED_BY(table_.lock);
-  const RamSnapshot start_{"", 0, 0, "{}", {}, {}};
+  const RamSnapshot start_;
 };
 
 }  // namespace bunkbed

@@ -237,7 +237,7 @@ class TableCheck {
         continue;
       }
       if (manifest.fields != record_fields(manifest.dim, manifest.dtype(), manifest.optimizer) ||
-          manifest.payload_bytes != record_payload(manifest.fields)) {
+          manifest.payload_bytes != payload_of(manifest)) {
         report({"fields", manifest_name(epoch), -1, commit + ": its record holds fields this release does not know",
                 {epoch}});
       }

@@ -41,12 +41,17 @@ TableSpec spec_of(const Manifest& manifest) {
   spec.dtype = manifest.dtype();
   spec.init = manifest.init;
   spec.optimizer = manifest.optimizer;
+  spec.retention = manifest.retention;
   spec.belongs_to_run = (manifest.writer_flags & kWriterFlagRun) != 0;
   spec.is_scratch = (manifest.reader_flags & kReaderFlagScratch) != 0;
   return spec;
 }
 
 std::vector<Field> fields_of(const TableSpec& spec) { return record_fields(spec.dim, spec.dtype, spec.optimizer); }
+
+size_t payload_of(const TableSpec& spec) {
+  return record_payload(fields_of(spec)) + (spec.retention.is_set() ? kUsageBytes : 0);
+}
 
 uint64_t slots_per_segment(const TableSpec& spec, size_t payload_bytes) {
   const size_t stride = record_stride(payload_bytes);
@@ -78,7 +83,7 @@ size_t directory_bytes(const TableSpec& spec, uint64_t stored_rows, const Memory
 }  // namespace
 
 size_t minimum_ram(const TableSpec& spec, uint64_t stored_rows, bool on_disk) {
-  const size_t payload = record_payload(fields_of(spec));
+  const size_t payload = payload_of(spec);
   const uint64_t slots = slots_per_segment(spec, payload);
   const uint64_t rows = on_disk ? rows_to_hold(spec, stored_rows) : std::max<uint64_t>(kMinFrames, stored_rows);
   const uint64_t frames = (on_disk ? kMinFrames : rows) + 1;
@@ -109,7 +114,7 @@ uint64_t rows_within(const TableSpec& spec, size_t ram_bytes, bool on_disk) {
 
 size_t wanted_ram(const TableSpec& spec, bool on_disk) {
   if (spec.num_rows < 0) return 0;
-  const size_t payload = record_payload(fields_of(spec));
+  const size_t payload = payload_of(spec);
   const auto rows = static_cast<size_t>(spec.num_rows);
   const long double base = static_cast<long double>(rows) * (Cache::frame_cost(payload) + 5) + (1u << 20);
   if (base > 1e15L) return 0;
@@ -125,7 +130,7 @@ size_t wanted_ram(const TableSpec& spec, bool on_disk) {
 }
 
 MemoryUse memory_use(const TableSpec& spec, uint64_t stored_rows, size_t ram_bytes, size_t read_unit, bool on_disk) {
-  const size_t payload = record_payload(fields_of(spec));
+  const size_t payload = payload_of(spec);
   const MemoryPlan plan = plan_memory(ram_bytes, payload, slots_per_segment(spec, payload), read_unit, on_disk);
   MemoryUse use;
   use.most_segments = Compactor::most_segments(

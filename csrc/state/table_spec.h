@@ -18,6 +18,7 @@ struct TableSpec {
   DType dtype = DType::kFloat32;
   InitSpec init;
   OptimizerSpec optimizer;
+  Retention retention;
   bool belongs_to_run = false;
   bool is_scratch = false;  // the table is never made durable; see commit/scratch.h
 };
@@ -35,6 +36,7 @@ struct OpenOptions {
 // Of the table that a commit describes.
 TableSpec spec_of(const Manifest& manifest);
 std::vector<Field> fields_of(const TableSpec& spec);
+size_t payload_of(const TableSpec& spec);  // bytes of a record, with the row's usage if the table has it
 // Throws Error(kInvalid) when some optimizer would make a record too large for 32-bit offsets.
 void check_record_size(uint32_t dim);
 // A segment has a 64th of the table within 1 MiB and 256 MiB, so that small tables are compacted, too. A table of

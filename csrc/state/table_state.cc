@@ -18,6 +18,7 @@ TableState::TableState(vfs::Vfs& vfs, std::string path, std::string name, const 
       path(std::move(path)),
       name(std::move(name)),
       spec(spec),
+      has_usage(spec.retention.is_set()),
       options(std::move(options)),
       manifests(vfs, this->path),
       lock(this->name) {}
@@ -148,6 +149,7 @@ void TableState::initial_record(int64_t row, size_t record_bytes, std::byte* rec
   }
   if (record_bytes < payload_bytes) return;  // weights only
   write_initial_slots(fields, spec.optimizer, record);
+  if (has_usage) write_usage({}, record + usage_offset());
 }
 
 }  // namespace bunkbed

@@ -16,6 +16,7 @@
 #include "batch/batch.h"
 #include "commit/manifests.h"
 #include "format/format.h"
+#include "format/record.h"
 #include "state/table_lock.h"
 #include "state/table_spec.h"
 #include "store/store.h"
@@ -29,16 +30,23 @@ struct TableState {
   TableState& operator=(const TableState&) = delete;
 
   // ---- Identity: set before the table is handed out. Needs no lock, except spec.optimizer and options.ram_bytes,
-  // which change under the lock.
+  // which change under the lock, as rules of spec.retention do.
   vfs::Vfs& vfs;
   const std::string path;  // empty: a table in RAM only
   const std::string name;  // for errors
   TableSpec spec;
+  const bool has_usage;  // of each row, at the end of its record
   OpenOptions options;
   Uuid uuid{};
   std::vector<Field> fields;  // of a record: weights, then the optimizer's slots
   size_t payload_bytes = 0;
   size_t weight_bytes = 0;
+  size_t usage_offset() const { return payload_bytes - kUsageBytes; }
+  // The field with this number. The one after the last is the usage, whose bytes are moved as floats by those who copy rows.
+  Field field(size_t number) const {
+    if (number < fields.size() || !has_usage) return fields.at(number);
+    return {"usage", static_cast<uint8_t>(DType::kFloat32), kUsageBytes / sizeof(float), static_cast<uint32_t>(usage_offset())};
+  }
   Manifests manifests;  // has a lock of its own; changes of the commits run one at a time
   size_t read_unit = 1;  // the alignment that reads of the files need
 
@@ -48,6 +56,7 @@ struct TableState {
   Manifest committed GUARDED_BY(lock);
   std::unique_ptr<Store> store GUARDED_BY(lock);
   int64_t step GUARDED_BY(lock) = 0;
+  int64_t event_clock GUARDED_BY(lock) = 0;  // AgeClock::kEvent: what the caller last set
   std::string meta GUARDED_BY(lock) = "{}";
   std::atomic<bool> is_closed{false};  // readable without the lock
   bool is_changed GUARDED_BY(lock) = false;         // updated or set since the last commit began
@@ -87,6 +96,17 @@ struct TableState {
   void mark_changed() REQUIRES(lock) {
     is_changed = true;
     ++changes;
+  }
+  // The time of the table's clock: rows that a step names have it as their last_step.
+  int64_t now() const REQUIRES(lock) { return spec.retention.clock == AgeClock::kStep ? step : event_clock; }
+  // Writes what may change of the definition, and the clock, to a manifest.
+  void define(Manifest* manifest) const REQUIRES(lock) {
+    manifest->optimizer = spec.optimizer;
+    manifest->retention = spec.retention;
+    manifest->clock = event_clock;
+  }
+  bool is_definition_committed() const REQUIRES(lock) {
+    return spec.optimizer == committed.optimizer && spec.retention == committed.retention && event_clock == committed.clock;
   }
   bool has_files() const REQUIRES(lock) { return store->log() != nullptr && !spec.is_scratch; }
   // Whether a row may be evicted. If not, a lookup need not touch frames.

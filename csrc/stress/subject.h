@@ -11,7 +11,7 @@
 
 #include "batch/batch.h"
 #include "stress/oracle.h"
-#include "table/scan.h"
+#include "scan/scan.h"
 #include "table/table.h"
 
 namespace bunkbed::stress {

@@ -94,7 +94,7 @@ void Worker::facts(Subject& s) {
     (void)s.table->is_changed();
   });
   attempt(s, "set_optimizer", [&] {
-    OptimizerSpec optimizer = s.table->optimizer();
+    OptimizerSpec optimizer = s.table->changeable().optimizer;
     optimizer.eps = static_cast<double>(rng_.below(8));  // SGD does not use it
     s.table->set_optimizer(optimizer);
   });

@@ -44,10 +44,11 @@ void Loader::make_store(const MemoryPlan& plan, std::unique_ptr<Log> log) {
 void Loader::start_in_ram(const Uuid& uuid) {
   table_.uuid = uuid;
   table_.fields = fields_of(table_.spec);
-  table_.payload_bytes = record_payload(table_.fields);
+  table_.payload_bytes = payload_of(table_.spec);
   table_.weight_bytes = field_bytes(table_.fields[0]);
   table_.committed.epoch = 0;
-  table_.committed.optimizer = table_.spec.optimizer;
+  table_.event_clock = table_.spec.retention.first_time();
+  table_.define(&table_.committed);
   make_store_in_ram();
 }
 
@@ -57,7 +58,8 @@ void Loader::make_store_in_ram() {
 
 void Loader::load(const Manifest& manifest) {
   // The fields must be those of this release's optimizer. Otherwise an update would write to wrong offsets.
-  if (manifest.fields != fields_of(table_.spec) || manifest.payload_bytes != record_payload(manifest.fields)) {
+  if (manifest.fields != fields_of(table_.spec) || manifest.payload_bytes != payload_of(manifest) ||
+      manifest.retention.is_set() != table_.has_usage) {
     throw Error(ErrorKind::kFormat, "table '" + table_.name + "': its record holds fields this release does not know");
   }
   if (table_.fields.empty()) {  // set once, because other threads read them without the lock
@@ -98,7 +100,9 @@ void Loader::load(const Manifest& manifest) {
   table_.store->apply(plan);
   if (table_.options.writable) table_.manifests.remember();
   table_.committed = manifest;
+  if (!table_.options.writable) table_.spec.retention = manifest.retention;
   table_.step = manifest.step;
+  table_.event_clock = manifest.clock;
   table_.meta = manifest.meta;
   table_.is_changed = false;
   ++table_.changes;
@@ -203,7 +207,9 @@ bool Loader::replay_onto(const Manifest& newest) {
   for (const uint64_t id : dropped) log->forget_segment(id, false);
   log->begin_epoch(newest.epoch + 1, newest.next_segment, newest.next_version);
   table_.committed = newest;
+  table_.spec.retention = newest.retention;
   table_.step = newest.step;
+  table_.event_clock = newest.clock;
   table_.meta = newest.meta;
   ++table_.changes;
   return true;

@@ -37,7 +37,7 @@ std::unique_ptr<Table> Table::create(vfs::Vfs& vfs, const std::string& path, con
   options.through_run = spec.belongs_to_run;
   check_record_size(spec.dim);
   const std::vector<Field> fields = fields_of(spec);
-  const size_t payload = record_payload(fields);
+  const size_t payload = payload_of(spec);
   const size_t needed = minimum_ram(spec, 0, !path.empty());
   if (ram_bytes != 0 && ram_bytes < needed) {
     throw Error(ErrorKind::kInvalid, "table '" + name + "': ram=" + std::to_string(ram_bytes) +
@@ -108,6 +108,8 @@ std::unique_ptr<Table> Table::create(vfs::Vfs& vfs, const std::string& path, con
   manifest.dim = spec.dim;
   manifest.init = spec.init;
   manifest.optimizer = spec.optimizer;
+  manifest.retention = spec.retention;
+  manifest.clock = spec.retention.first_time();
   manifest.fields = fields;
   manifest.payload_bytes = payload;
   manifest.slots_per_segment = slots_per_segment(spec, payload);

@@ -220,7 +220,7 @@ void RowReader::get(const int64_t* ids, size_t n, size_t field, float* out) {
   table_.require_usable();
   table_.check_ids(ids, n);
   device_.check_not_held(ids, n);
-  const Field& f = table_.fields.at(field);
+  const Field f = table_.field(field);
   // A reader's frames have weights only, so slots are read from the log.
   const size_t record_bytes = field == 0 ? table_.weight_bytes : table_.payload_bytes;
   const size_t piece =

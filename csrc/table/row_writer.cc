@@ -77,6 +77,15 @@ RowWriter::Step RowWriter::next_step(std::optional<double> lr, std::optional<int
     throw Error(ErrorKind::kInvalid, "table '" + table_.name + "': step must be in [1, " + std::to_string(kLastStep) +
                                          "], got " + std::to_string(number) + "; nothing was changed");
   }
+  if (table_.has_usage && table_.spec.retention.clock == AgeClock::kStep && number < table_.step) {
+    throw Error(ErrorKind::kInvalid, "table '" + table_.name + "': step " + std::to_string(number) + " is before step " +
+                                         std::to_string(table_.step) + ", which the table has taken; the steps of a table "
+                                         "whose rows expire by step cannot go back; nothing was changed");
+  }
+  if (table_.now() < 0) {
+    throw Error(ErrorKind::kInvalid, "table '" + table_.name + "': its rows expire by clock=\"event\", which was not set; assign "
+                                         "table.clock before the first update; nothing was changed");
+  }
   return {number, make_step(table_.spec.optimizer, rate, number)};
 }
 
@@ -158,6 +167,14 @@ double RowWriter::sum_row(const Batch& batch, size_t u, const float* grads, floa
   return squares;
 }
 
+// Notes in a record of a table with usage that a step named its row.
+void RowWriter::note_step(std::byte* record, int64_t now) const {
+  std::byte* const usage = record + table_.usage_offset();
+  const Usage before = read_usage(usage);
+  if (before.last_step == kNeverGoes) return;
+  write_usage({now, before.count == ~uint32_t{0} ? before.count : before.count + 1}, usage);
+}
+
 // Pins the batch's rows, as many at a time as the cache holds, and applies the step to each row once. Where the cache
 // does not hold them all, rows that are in RAM come first: they are the last ones that the step's lookup read.
 void RowWriter::apply_update(const Batch& batch, const float* grads, const float* sums, const Step& step, bool* wrote) {
@@ -166,6 +183,7 @@ void RowWriter::apply_update(const Batch& batch, const float* grads, const float
   const RecordUpdate step_record(table_.fields, step.constants, table_.spec.init.seed, step.number);
   const size_t num_unique = batch.num_unique();
   const bool has_log = table_.store->log() != nullptr;
+  const int64_t now = table_.spec.retention.clock == AgeClock::kStep ? step.number : table_.event_clock;
   std::vector<uint32_t> order;  // of the rows, in pieces; empty: as in the batch
   if (num_unique > table_.store->max_pinned() && !table_.store->rows().is_placed(batch)) {
     order = table_.store->rows().reading_order(batch.unique().data(), num_unique);
@@ -212,6 +230,9 @@ void RowWriter::apply_update(const Batch& batch, const float* grads, const float
         if (sums == nullptr) sum_row(batch, u, grads, sum.data());
         step_record(rows[0], sums == nullptr ? sum.data() : sums + u * dim, cache.record(frames[0]));
       }
+      if (table_.has_usage && !fault_is("stale_usage")) {
+        for (size_t i = from; i < to; ++i) note_step(cache.record(frames[i]), now);
+      }
     });
     if (has_clean) table_.store->mark_dirty(frames, count);
     if (!is_placed) table_.store->unpin(frames, count);
@@ -225,9 +246,10 @@ void RowWriter::set(const int64_t* ids, size_t n, size_t field, const float* val
   const auto guard = disk_.lock_for(ids, n);
   device_.release_for_change(ids, n);
   table_.require_places(n);
-  const Field& f = table_.fields.at(field);
-  table_.check_finite(ids, n, values, f.length, "value");
-  table_.check_fits(ids, n, values, f);
+  const Field f = table_.field(field);
+  const bool is_usage = field == table_.fields.size();
+  if (!is_usage) table_.check_finite(ids, n, values, f.length, "value");
+  if (!is_usage) table_.check_fits(ids, n, values, f);
   const size_t parts = table_.num_pieces(n);
   Batch& batch = table_.scratch.batch;
   const auto select = [&](size_t p) REQUIRES(table_.lock) {
@@ -247,7 +269,13 @@ void RowWriter::set(const int64_t* ids, size_t n, size_t field, const float* val
         for (size_t i = 0; i < count; ++i) {
           const size_t u = begin + i;
           const float* value = values + size_t{batch.order()[batch.offsets()[u + 1] - 1]} * f.length;
-          write_field(f, value, table_.store->cache().record(frames[i]));
+          std::byte* const record = table_.store->cache().record(frames[i]);
+          write_field(f, value, record);
+          if (table_.has_usage && !is_usage) {
+            std::byte* const usage = record + table_.usage_offset();
+            const Usage before = read_usage(usage);
+            if (before.last_step != kNeverGoes) write_usage({table_.now(), before.count}, usage);
+          }
           table_.store->mark_dirty(frames[i]);
         }
         table_.store->unpin(frames.data(), count);
@@ -259,9 +287,13 @@ void RowWriter::set(const int64_t* ids, size_t n, size_t field, const float* val
 }
 
 // Commits need not end first, but rows that a device cache holds are written back: a sweep deletes rows of all ages.
-uint64_t RowWriter::erase(const int64_t* ids, size_t n) {
+Erased RowWriter::erase(const int64_t* ids, size_t n, std::optional<uint64_t> changes) {
   const auto guard = device_.lock_written_back([&]()
       NO_THREAD_SAFETY_ANALYSIS { return disk_.lock_for_tombstones(ids, n); });
+  if (changes.has_value() && *changes != table_.changes) {
+    throw Error(ErrorKind::kBroken, "table '" + table_.name + "' was changed while its rows to remove were searched; sweep "
+                                        "it between two steps; nothing was changed");
+  }
   table_.store->disk().forget_admitted();  // no other call can take the room: this one has the lock
   table_.require_places(n);
   device_.release_for_change(ids, n);
@@ -276,7 +308,7 @@ uint64_t RowWriter::erase(const int64_t* ids, size_t n) {
   });
   const uint64_t erased = before - table_.store->directory().stored_rows();
   if (erased > 0) table_.mark_changed();
-  return erased;
+  return {erased, table_.changes};
 }
 
 // Checks in parts by hash, so that a large call needs no more memory than a small one.

@@ -17,6 +17,12 @@
 
 namespace bunkbed {
 
+// How many rows a call deleted, and the number of changes of the table after it.
+struct Erased {
+  uint64_t rows = 0;
+  uint64_t changes = 0;
+};
+
 class RowWriter {
  public:
   RowWriter(TableState& table, DeviceLink& device, Prefetcher& prefetcher, DiskRoom& disk)
@@ -29,7 +35,7 @@ class RowWriter {
   void check_update(const Batch& batch, std::optional<double> lr, std::optional<int64_t> step);
   void set(const int64_t* ids, size_t n, size_t field, const float* values);
   void scatter_records(const int64_t* ids, size_t n, const std::byte* records);
-  uint64_t erase(const int64_t* ids, size_t n);
+  Erased erase(const int64_t* ids, size_t n, std::optional<uint64_t> changes);
 
  private:
   // One accepted update: its number, and the constants for all its rows.
@@ -49,6 +55,7 @@ class RowWriter {
   // `sums`: the gradient sums, or null to compute them from `grads`.
   void apply_update(const Batch& batch, const float* grads, const float* sums, const Step& step, bool* wrote)
       REQUIRES(table_.lock);
+  void note_step(std::byte* record, int64_t now) const;
   void require_distinct(const int64_t* ids, size_t n) REQUIRES(table_.lock);
 
   TableState& table_;

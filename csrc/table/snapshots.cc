@@ -67,6 +67,7 @@ void Snapshots::rewind_in_ram(const std::string& name, std::optional<uint64_t> e
   table_.broken.clear();
   table_.committed.epoch = next;
   table_.step = found.step;
+  table_.event_clock = found.clock;
   table_.meta = found.meta;
   table_.is_changed = false;
   ++table_.changes;
@@ -96,6 +97,7 @@ void Snapshots::rewind(const std::string& name, std::optional<uint64_t> epoch) {
   manifest.parent_epoch = target.epoch;
   manifest.keep.clear();
   manifest.optimizer = table_.spec.optimizer;
+  manifest.retention = table_.spec.retention;
   manifest.next_segment = table_.store->log()->next_segment();
   manifest.next_version = table_.store->log()->next_version();
   // All are kept, because a consumer of the change feed may come at any time. Of very many, the two oldest become one,

@@ -56,7 +56,9 @@ void Table::check_update(const Batch& batch, std::optional<double> lr, std::opti
 void Table::set(const int64_t* ids, size_t n, size_t field, const float* values) {
   parts_->writer.set(ids, n, field, values);
 }
-uint64_t Table::erase(const int64_t* ids, size_t n) { return parts_->writer.erase(ids, n); }
+Erased Table::erase(const int64_t* ids, size_t n, std::optional<uint64_t> changes) {
+  return parts_->writer.erase(ids, n, changes);
+}
 
 void Table::stage(const int64_t* ids, size_t n) { parts_->prefetcher.stage(ids, n); }
 uint32_t Table::expect(const int64_t* ids, size_t n, uint32_t most) { return parts_->prefetcher.expect(ids, n, most); }
@@ -169,12 +171,44 @@ void Table::set_optimizer(const OptimizerSpec& optimizer) {
   t.spec.optimizer = optimizer;
 }
 
-OptimizerSpec Table::optimizer() const {
+Table::Changeable Table::changeable() const {
   const TableState& t = parts_->state;
-  // The lock may be held forever in a forked child, where no thread changes the optimizer.
-  if (!t.lock.is_own_process()) return t.spec.optimizer;
+  // The lock may be held forever in a forked child, where no thread changes these.
+  if (!t.lock.is_own_process()) return {t.spec.optimizer, t.spec.retention};
   const auto guard = t.lock.work();
-  return t.spec.optimizer;
+  return {t.spec.optimizer, t.spec.retention};
+}
+
+void Table::set_retention(const Retention& retention) {
+  TableState& t = parts_->state;
+  const auto guard = t.lock.exclusive(TableLock::Commits::kMayRun);
+  t.require_writable();
+  if (retention.is_set() != t.has_usage || (retention.is_set() && retention.clock != t.spec.retention.clock)) {
+    throw Error(ErrorKind::kInvalid, "table '" + t.name + "': its records and its clock cannot change");
+  }
+  t.spec.retention = retention;
+}
+
+int64_t Table::clock() {
+  TableState& t = parts_->state;
+  const auto guard = t.lock.work();
+  return t.now();
+}
+
+void Table::set_clock(int64_t now) {
+  TableState& t = parts_->state;
+  const auto guard = t.lock.work();
+  t.require_writable();
+  if (t.spec.retention.clock != AgeClock::kEvent) {
+    throw Error(ErrorKind::kInvalid, "table '" + t.name + "': its clock is its step, which cannot be set; only a table that is "
+                                         "made with clock=\"event\" has another clock");
+  }
+  if (now < t.event_clock) {
+    throw Error(ErrorKind::kInvalid, "table '" + t.name + "': the clock cannot go back from " + std::to_string(t.event_clock) +
+                                         " to " + std::to_string(now) + "; nothing was changed");
+  }
+  t.is_changed |= now != t.event_clock;
+  t.event_clock = now;
 }
 
 TableStats Table::stats() {
@@ -214,6 +248,12 @@ TableStats Table::stats() {
   stats.window_bytes = t.store->window_bytes();
   stats.staging_depth = parts_->prefetcher.depth();
   return stats;
+}
+
+uint64_t Table::changes() {
+  TableState& t = parts_->state;
+  const auto guard = t.lock.work();
+  return t.changes;
 }
 
 int64_t Table::step() {

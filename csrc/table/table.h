@@ -25,6 +25,7 @@
 #include "state/table_spec.h"
 #include "store/store.h"
 #include "table/row_reader.h"
+#include "table/row_writer.h"
 #include "vfs/vfs.h"
 
 namespace bunkbed {
@@ -85,8 +86,9 @@ class Table {
   void set(const int64_t* ids, size_t n, size_t field, const float* values);  // the last of equal ids wins
   void contains(const int64_t* ids, size_t n, bool* out);
   // Deletes rows: each looks up as its initial row again, with fresh optimizer state. Ids may be repeated; those of rows
-  // that are not stored are skipped. Returns the number of deleted rows.
-  uint64_t erase(const int64_t* ids, size_t n);
+  // that are not stored are skipped.
+  // `changes`: throws if the number of changes is another one by now.
+  Erased erase(const int64_t* ids, size_t n, std::optional<uint64_t> changes = std::nullopt);
 
   // ---- For a device cache: whole records, and rows whose newest value it has (see holder.h). A commit, scan or rewind
   // first makes it write these rows back.
@@ -126,9 +128,20 @@ class Table {
   // The most bytes between two records that share a read (RecordReads). Changes no value.
   void set_read_gap(size_t bytes);
   void set_optimizer(const OptimizerSpec& optimizer);
-  OptimizerSpec optimizer() const;
+  // What of the definition may change, as it is now.
+  struct Changeable {
+    OptimizerSpec optimizer;
+    Retention retention;
+  };
+  Changeable changeable() const;
+  // Replaces the rules of a table that has some. The clock stays the same.
+  void set_retention(const Retention& retention);
+  // The present time of the table's clock. Only a clock of the caller's events can be set, and not back.
+  int64_t clock();
+  void set_clock(int64_t now);
   TableStats stats();
   int64_t step();
+  uint64_t changes();  // the number of changes of rows, for comparison
   uint64_t epoch();
   // The changes since the last commit. `rows` is exact while no changed row was evicted, otherwise an upper bound,
   // because it then counts rows that compaction moved, too. Deleted rows count, too.
@@ -140,7 +153,7 @@ class Table {
   Uncommitted uncommitted();
   bool is_changed();  // whether a row was updated or set since the last commit
   std::string meta();
-  // These never change, except spec().optimizer and is_closed(). They take no lock.
+  // These never change, except spec().optimizer, spec().retention and is_closed(). They take no lock.
   const TableSpec& spec() const;
   const std::vector<Field>& fields() const;
   const std::string& name() const;

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "batch/gradients.h"
-#include "table/scan.h"
+#include "scan/scan.h"
 #include "table/table.h"
 #include "tests/check.h"
 

@@ -10,6 +10,7 @@ from bunkbed.core.optim import SGD as SGD
 from bunkbed.core.optim import Adagrad as Adagrad
 from bunkbed.core.optim import Adam as Adam
 from bunkbed.core.optim import RowwiseAdagrad as RowwiseAdagrad
+from bunkbed.core.retention import Retention as Retention
 from bunkbed.core.threads import get_num_threads as get_num_threads
 from bunkbed.core.threads import set_num_threads as set_num_threads
 from bunkbed.errors import BunkbedError as BunkbedError
@@ -46,6 +47,8 @@ from bunkbed.sharded.table import ShardedTable as ShardedTable
 from bunkbed.table.neighbors import neighbors as neighbors
 from bunkbed.table.opening import create as create
 from bunkbed.table.room import minimum_ram as minimum_ram
+from bunkbed.table.sweeps import Bin as Bin
+from bunkbed.table.sweeps import Swept as Swept
 from bunkbed.table.table import Table as Table
 
 __version__ = "0.1.0"

@@ -59,6 +59,7 @@ class Made:
     checkpoints: tuple[tuple[int, int], ...] = ()
     deletions_from: int = 0
     rewinds: tuple[tuple[int, int], ...] = ()
+    rules: tuple[int, ...] = (30, 0, 0, 12, 1, 0, 0)  # expire, max_rows, keep, clock, kind of clock, order, zero
     chunks: tuple[tuple[int, tuple[tuple[int, int, bytes], ...]], ...] = ()  # (kind, ((id, version, payload), ...))
     segment_bytes: int | None = None  # as the manifest states it
 
@@ -87,6 +88,8 @@ class Made:
             body += struct.pack("<QI", self.deletions_from, len(self.rewinds))
             for rewind in self.rewinds:
                 body += struct.pack("<QQ", *rewind)
+        if self.reader_flags & 8:
+            body += struct.pack("<qqqqBBH", *self.rules)
         whole = b"BBEDMAN\n" + struct.pack("<IIQ", self.version, 0, len(body)) + body
         return whole + struct.pack("<I", crc32c(whole))
 
@@ -321,6 +324,52 @@ def test_deletes_and_cursors_of_the_core_read_by_hand(tmp_path: Path) -> None:
         back = table.epoch
         manifest = (tmp_path / "table" / f"manifest-{back:016d}").read_bytes()
         assert struct.unpack_from("<QIQQ", manifest, len(manifest) - 32) == (0, 1, commit - 1, back)
+
+
+USAGE = (("last_step", 3, 1, 48), ("count", 4, 1, 56))
+
+
+def test_ages_and_rules_open(tmp_path: Path) -> None:
+    records = [
+        (id_, id_, payload(*[1.0] * 12) + struct.pack("<qI", last, 3)) for id_, last in ((5, 2), (6, 8), (7, 11))
+    ]
+    facts: dict[str, Any] = {"chunks": ((1, tuple(records)),), "reader_flags": 8, "num_rows": -1, "payload_bytes": 60}
+    facts["fields"] = (*Made().fields, *USAGE)
+    folder = Made(rules=(5, 100, 1, 12, 1, 2, 0), **facts).write(tmp_path / "made")
+    assert bb.check(folder) == []
+    with bb.open(folder, ram="16MiB") as table:
+        assert table.retention == bb.Retention(expire=5, max_rows=100, keep=1, clock="event", evict="smallest")
+        assert table.clock == 12
+        swept = table.sweep()
+        assert swept.expired == 1 and table.contains([5, 6, 7]).tolist() == [False, True, True]
+        assert [(one.low, one.rows) for one in swept.counts] == [(2, 3)]
+    wrong = (
+        ({"fields": Made().fields}, "another usage"),
+        ({"fields": (*Made().fields, USAGE[1], USAGE[0])}, "another usage"),
+        ({"fields": (*Made().fields, USAGE[0], ("count", 4, 1, 52))}, "another usage"),
+        ({"fields": (*Made().fields, *USAGE), "reader_flags": 0}, "unknown dtype 3"),
+        ({"rules": (0, 0, 0, 0, 0, 0, 0)}, "rule of retention is out of range"),
+        ({"rules": (5, 0, 0, 0, 2, 0, 0)}, "unknown clock 2"),
+        ({"payload_bytes": 64}, "fields this release does not know"),
+    )
+    for number, (changes, message) in enumerate(wrong):
+        folder = Made(**{**facts, **changes}).write(tmp_path / f"wrong-{number}")
+        with pytest.raises(bb.FormatError, match=message):
+            bb.open(folder, ram="16MiB")
+
+
+def test_ages_of_the_core_read_by_hand(tmp_path: Path) -> None:
+    with bb.create(tmp_path / "table", dim=4, expire=5, clock="event", keep=2, ram="16MiB") as table:
+        for clock, ids in ((0, [1, 2, 3]), (2, [2, 3]), (1 << 40, [3])):
+            table.clock = clock
+            table.update(ids, np.ones((len(ids), 4), np.float32))
+        commit = table.commit()
+    manifest = (tmp_path / "table" / f"manifest-{commit:016d}").read_bytes()
+    assert struct.unpack_from("<Q", manifest, 24)[0] == 8
+    assert struct.unpack_from("<qqqqBBH", manifest, len(manifest) - 40) == (5, 0, 2, 1 << 40, 1, 0, 0)
+    rows = read_table(tmp_path / "table")
+    found = {id_: struct.unpack_from("<qI", body, 48) for id_, (_, body) in rows.items()}
+    assert found == {1: (0, 1), 2: (2, 2), 3: (1 << 40, 3)}
 
 
 def test_a_table_of_the_core_reads_by_hand(tmp_path: Path) -> None:

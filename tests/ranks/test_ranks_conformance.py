@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import multiprocessing
@@ -16,16 +17,30 @@ import torch.distributed as dist
 
 import bunkbed as bb
 import bunkbed.torch as bt
+from bunkbed import _native
 from bunkbed.testing import TableTests
 from bunkbed.torch.ranks import group
 from bunkbed.window import Window
 from rank_processes import free_port, start_group
 
 #: Calls of the core that are collective, and what the other process gives: no ids.
-COLLECTIVE = ("lookup", "get", "contains", "set", "erase", "update", "rewind", "set_optimizer")
+COLLECTIVE = (
+    "lookup",
+    "get",
+    "contains",
+    "set",
+    "erase",
+    "removable",
+    "update",
+    "rewind",
+    "set_optimizer",
+    "set_retention",
+    "set_clock",
+)
 #: Counters that both processes have; of the others each has its part.
 COMMON = ("updates", "commits", "threads")
 NONE = np.empty(0, np.int64)
+RULES = {field.name for field in dataclasses.fields(bb.Retention)}
 _counter = itertools.count()
 
 
@@ -41,10 +56,10 @@ def _arguments(table: Any, name: str, given: tuple[Any, ...]) -> tuple[Any, ...]
     if name == "set":
         return NONE, given[1], np.empty((0, *given[2].shape[1:]), np.float32)
     if name == "erase":
-        return (NONE,)
+        return given if len(given) > 1 else (NONE,)  # of a sweep, each process has the ids of both
     if name == "update":
         return NONE, np.empty((0, dim), np.float32), *given[2:]
-    return given
+    return tuple(bb.Retention.from_native(one) if isinstance(one, _native.Retention) else one for one in given)
 
 
 def _follow(port: int, pipe: Any) -> None:
@@ -60,12 +75,16 @@ def _follow(port: int, pipe: Any) -> None:
             if what == "make":
                 tables[number] = _make(*given)
             elif what == "close":
-                tables.pop(number).core.close()
+                try:
+                    tables.pop(number).core.close()
+                finally:
+                    pipe.send("closed")  # its files can be opened now
             elif what == "scan":
                 pipe.send([(ids.copy(), [one.copy() for one in rows]) for ids, rows in tables[number]._scan(*given)])
             elif what == "stats":
                 pipe.send(tables[number].core.stats())
             else:
+                given = [one.native() if isinstance(one, bb.Retention) else one for one in given]
                 getattr(tables[number].core, what)(*given)
     dist.destroy_process_group()
 
@@ -73,7 +92,9 @@ def _follow(port: int, pipe: Any) -> None:
 def _make(places: dict[str, Any], kwargs: dict[str, Any]) -> Any:
     sizes = kwargs["num_rows"], kwargs["dim"]
     others = {key: value for key, value in kwargs.items() if key not in ("num_rows", "dim")}
-    return bt.Embedding(*sizes, **others, **places).table
+    rules = {key: others.pop(key) for key in RULES if key in others}
+    retention = bb.Retention(**rules) if rules else None
+    return bt.Embedding(*sizes, retention=retention, **others, **places).table
 
 
 class _Leader:
@@ -93,9 +114,12 @@ class _Leader:
         close, stats, scan = core.close, core.stats, table._scan
 
         def close_both() -> None:
-            if not core.closed:
+            is_open = not core.closed
+            if is_open:
                 pipe.send(("close", number))
             close()
+            if is_open:
+                assert pipe.recv() == "closed"
 
         def all_stats() -> dict[str, Any]:
             mine = stats()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 import bunkbed as bb
 import bunkbed.torch as bt
+from bunkbed.table import sweeps
 from bunkbed.testing import ReferenceTable, arithmetic
 from bunkbed.testing.compare import assert_same_bits
 from bunkbed.torch.ranks.plan import owners_of
@@ -87,6 +89,33 @@ def _methods(rank: int, place: str | None, shards: int) -> None:
     assert "always up to date" in message_of(table.refresh)
     table.compact()
     table.close(commit=False)
+    _sweep(rank, world)
+
+
+def _sweep(rank: int, world: int) -> None:
+    """Sweep a table whose ranks have unlike numbers of rows and ages; `len` and `stats` see those of one rank."""
+    every_rule: list[dict[str, Any]] = [
+        {"max_rows": 100},
+        {"max_rows": 90, "evict": "rarest", "expire": 4, "clock": "event"},
+    ]
+    for rules in every_rule:
+        table = bt.Embedding(None, 2, seed=0, retention=bb.Retention(**rules), optimizer=bb.SGD(lr=0.1)).table
+        oracle = ReferenceTable(dim=2, seed=0, init=table.init, optimizer=bb.SGD(lr=0.1), **rules)
+        for step in range(8):
+            every = np.random.default_rng(step).integers(0, 400, 60)
+            every = every[(owners_of(every, world, world) == 0) | (step < 4)]  # later only rows of rank 0 are named
+            if "clock" in rules:
+                table.clock = oracle.clock = (1 << 62) + step
+            mine = every[rank::world]
+            table.update(mine, np.ones((len(mine), 2), np.float32))
+            oracle.update(every, np.ones((len(every), 2), np.float32))
+        expected = oracle.sweep()
+        with mock.patch.object(sweeps, "most_at_once", lambda ram_bytes: 20 + rank):  # ranks with unlike budgets
+            found = table.sweep()
+        assert (found.rows, found.expired, found.evicted) == (expected.rows, expected.expired, expected.evicted)
+        assert found.removed > 30 and (found.ages, found.cut) == (expected.ages, expected.cut)
+        assert (table.contains(np.arange(400)) == oracle.contains(np.arange(400))).all()
+        table.close(commit=False)
 
 
 def _window(table: Any) -> None:

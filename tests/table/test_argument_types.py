@@ -137,6 +137,7 @@ def test_methods_of_a_table(tmp_path: Path, kind: str) -> None:
             "update_batch": {"batch": batch, "sums": ONES},
             "set": {"ids": IDS, "values": ONES},
             "delete": {"ids": IDS},
+            "sweep": {},
             "commit": {},
             "begin_commit": {},
             "drop": {"name": "none"},
@@ -147,13 +148,18 @@ def test_methods_of_a_table(tmp_path: Path, kind: str) -> None:
         assert not bad, "\n".join(bad)
         tested = {*reads, *writes, "close", "compact", "refresh", "snapshots", "stats", "watch", "pinned"}
         internal = {"wanted_bytes", "minimum_bytes", "apply_share", "reserve_ram", "create", "open"}
-        internal |= {"put_above", "share_pins", "at_one_commit", "field", "scan_slots", "release", "shard_stats"}
+        internal |= {"put_above", "share_pins", "at_one_commit", "field", "release", "shard_stats"}
+        internal |= {"scan_slots", "scan_fields", "put", "spare", "sweep_rules", "swept_by"}
         internal |= {"commit_in_run", "begin_commit_in_run", "rewind_in_run"}
         public = {n for n, _ in inspect.getmembers(type(table), inspect.isfunction) if not n.startswith("_")}
         assert public <= tested | internal, "a method that this test does not know"
         for value in WRONG:
             with pytest.raises(TypeError, match="optimizer must be one of"):
                 table.optimizer = value
+            with pytest.raises(TypeError, match="retention must be a"):
+                table.retention = value
+            with pytest.raises((TypeError, ValueError), match="clock"):
+                table.clock = value
         table.update(IDS, ONES)  # usable
         assert np.isfinite(table.lookup(IDS)).all()
 

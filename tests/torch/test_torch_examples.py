@@ -21,7 +21,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "examples" / "torch"
 #: Every script, as its README lists them.
 SCRIPTS = {
     "after", "before", "click_log", "complex_fb15k237", "dlrm_criteo", "frozen_vectors", "lightning_fit", "next_item",
-    "online_reader",
+    "online_days", "online_reader",
     # Several processes, which tests/ranks/test_ranks_examples.py runs:
     "processes", "processes_accelerate", "processes_fsdp", "processes_lightning", "processes_ray",
 }  # fmt: skip
@@ -203,3 +203,12 @@ def test_filtered_mrr_is_what_its_definition_says(tmp_path: Path) -> None:
     assert complex_fb15k237.mrr(model, triples, known) == pytest.approx(np.mean(ties), abs=1e-6)
     for layer in (model.entity, model.relation):
         layer.table.close()
+
+
+def test_old_items_go_and_the_quality_stays(run: Any) -> None:
+    pytest.importorskip("matplotlib")
+    out = run("online_days", "--days", 24, "--new", 40, "--interactions", 12000, "--expire", 3, "--picture", "days.svg")
+    stays, goes = re.findall(r"AUC (0\.\d+) in the second half, ([\d,]+) item rows", out)
+    assert abs(float(stays[0]) - float(goes[0])) < 0.03 and float(stays[0]) > 0.55
+    assert int(stays[1].replace(",", "")) == 960 and int(goes[1].replace(",", "")) < 760
+    assert "AUC of the day" in Path("days.svg").read_text()

@@ -17,6 +17,7 @@ from bunkbed import _native
 from torture.lives import scenario, table_scenario
 from torture.lives.scenario import (
     COMPACTION_SLACK,
+    RUN_TABLES,
     SLOW_S,
     TABLES,
     State,
@@ -25,8 +26,10 @@ from torture.lives.scenario import (
     delete_rows,
     ram,
     set_rows,
+    sweep_rows,
     train,
 )
+from torture.lives.table_scenario import NAME
 from torture.parts import Clock, Progress, Result, Size, folder, in_processes
 
 #: name -> (action of the backend, errno)
@@ -67,7 +70,7 @@ class Stumbler:
         self.unsaved: dict[int, list[int]] = {0: []}
         steps: list[int] = []
         for at, action in enumerate(story.ACTIONS):
-            if action in "uvit":
+            if action in "uvits":
                 steps.append(at)
             if action in "ncdklrexA" and not (self.is_run and action == "n"):
                 if action not in "de" or self.is_run:
@@ -80,7 +83,7 @@ class Stumbler:
     def tables(self) -> dict[str, Any]:
         if self.run is None:
             return {}
-        return dict(self.run.tables) if self.is_run else {"user": self.run}
+        return dict(self.run.tables) if self.is_run else {NAME: self.run}
 
     def live(self) -> None:
         actions = self.story.ACTIONS
@@ -96,8 +99,8 @@ class Stumbler:
         """Carry out one action, repeated as often as needed; return the next place in the story."""
         if action == "W":
             return self._wait(at)
-        if action in "uvt":
-            change = delete_rows if action == "t" else train
+        if action in "uvts":
+            change = {"t": delete_rows, "s": sweep_rows}.get(action, train)
             for name in ["user"] if action == "v" else list(self.tables):
                 went_back = self._try(lambda name=name: change({name: self.tables[name]}, at), at, name)
                 if went_back is not None:
@@ -154,7 +157,7 @@ class Stumbler:
     def _commit(self, action: str) -> None:
         keep = {"k": "a", "l": "b"}.get(action)
         if action == "n":
-            self.run = bb.create(self.path, ram=ram(["user"]), **TABLES["user"])
+            self.run = bb.create(self.path, ram=ram([NAME]), **TABLES[NAME])
         elif action == "r":
             self.run.rewind("a")
         elif action in "de" and not self.is_run:
@@ -181,10 +184,10 @@ class Stumbler:
 
     def _open(self) -> None:
         if not self.is_run:
-            self.run = bb.open(self.path, ram=ram(["user"]))
+            self.run = bb.open(self.path, ram=ram([NAME]))
             return
         if self.run is None or self.run.closed:
-            self.run = bb.Run(self.path, ram=ram(TABLES))
+            self.run = bb.Run(self.path, ram=ram(RUN_TABLES))
         for name in self.names:
             self.run.table(name, create=TABLES[name])
 
@@ -228,7 +231,7 @@ class Stumbler:
         if self.story.ACTIONS[at] in "de":
             return isinstance(error, ValueError)
         if isinstance(error, FileExistsError):
-            self.run = bb.open(self.path, ram=ram(["user"]))
+            self.run = bb.open(self.path, ram=ram([NAME]))
             return True
         return False
 
@@ -273,7 +276,7 @@ class Stumbler:
 
     def _open_again(self, allowed: set[int]) -> None:
         if self.is_run:
-            self.run = bb.Run(self.path, ram=ram(TABLES))
+            self.run = bb.Run(self.path, ram=ram(RUN_TABLES))
             number = self.run.epoch
             if number not in allowed:
                 raise Violation(f"opened at commit {number}, not at one of {sorted(allowed)}")
@@ -282,13 +285,13 @@ class Stumbler:
             for name in self.names:
                 self.run.table(name, create=TABLES[name])
         else:
-            self.run = bb.open(self.path, ram=ram(["user"]))
+            self.run = bb.open(self.path, ram=ram([NAME]))
             kept = sorted(self.run.snapshots())
             found = content(self.run)
             numbers = [
                 n
                 for n in sorted(allowed & set(range(len(self.states))))
-                if self.states[n].tables.get("user") == found and sorted(self.states[n].snapshots) == kept
+                if self.states[n].tables.get(NAME) == found and sorted(self.states[n].snapshots) == kept
             ]
             if not numbers:
                 raise Violation(f"opened at none of the commits {sorted(allowed)}")
@@ -298,7 +301,7 @@ class Stumbler:
             if self.now[name] != wanted:
                 raise Violation(f"table {name!r} does not hold commit {self.number} when opened again")
         for step in self.unsaved[self.number]:
-            {"i": set_rows, "t": delete_rows}.get(self.story.ACTIONS[step], train)(self.tables, step)
+            {"i": set_rows, "t": delete_rows, "s": sweep_rows}.get(self.story.ACTIONS[step], train)(self.tables, step)
         self._remember()
 
     def _compare(self, when: str) -> None:

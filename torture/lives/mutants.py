@@ -107,6 +107,8 @@ MUTANTS = [
     Mutant("no fdatasync of a directory checkpoint", [("", "new-directory-")]),
     Mutant("a record that eviction writes is lost", living=lambda: core_bug("lost_write_back")),
     Mutant("a delete is not written to the log", living=lambda: core_bug("lost_tombstone")),
+    Mutant("a step does not note that it named a row", living=lambda: core_bug("stale_usage")),
+    Mutant("a row expires one step early", living=lambda: core_bug("expires_early")),
     Mutant("run: no fdatasync of its manifest", [("", "new-run-")], story=scenario),
     Mutant("run: no directory fsync after link", [("link", "run-")], story=scenario),
     Mutant("run: no fdatasync of a dense file", [("", "file-")], story=scenario),
@@ -154,7 +156,7 @@ def run(size: Size) -> list[Result]:
         found = []
         for number, mutant in enumerate(mine):
             progress.show(number)
-            found.append((mutant.name, *hunt(mutant, most, size.seed, max(each, 5.0))))
+            found.append((mutant.name, *hunt(mutant, most, size.seed, max(each, 15.0))))
         return found
 
     result = Result("seeded bugs caught")

@@ -18,6 +18,7 @@ import bunkbed as bb
 from bunkbed import _native
 from bunkbed.table.definition import Definition
 from bunkbed.testing import ReferenceTable
+from bunkbed.testing.compare import usage_of
 
 #: Arguments of the tables; small, so that a hundred thousand disks can be checked. The last table is made late.
 TABLES: dict[str, dict[str, Any]] = {
@@ -31,7 +32,22 @@ TABLES: dict[str, dict[str, Any]] = {
         "dtype": "bfloat16",
     },
     "late": {"dim": 8, "num_rows": 24, "optimizer": bb.SGD(lr=0.5), "init": bb.Uniform(-1.0, 1.0), "seed": 5},
+    # Without a run: rows of any id go by rules.
+    "visitor": {
+        "dim": 384,
+        "num_rows": None,
+        "optimizer": bb.Adam(lr=0.05),
+        "init": bb.Normal(std=0.1),
+        "seed": 3,
+        "expire": 7,
+        "max_rows": 45,
+        "evict": "rarest",
+    },
 }
+#: The tables of the run.
+RUN_TABLES = ("user", "item", "late")
+#: Ids of a table of any id.
+ANY = 64
 #: The tables take directory checkpoints when due, within a commit (`_native.set_checkpoints`).
 #: Compaction of these small tables starts at so many dead bytes, not at 256 KiB.
 COMPACTION_SLACK = 24 << 10
@@ -59,7 +75,7 @@ class State:
 def batch(name: str, step: int) -> tuple[np.ndarray, np.ndarray]:
     """Return ids with duplicates, and gradients of a step; skewed, so that some rows are stored and some new."""
     rng = np.random.default_rng([step, *name.encode()])
-    rows = TABLES[name]["num_rows"]
+    rows = TABLES[name]["num_rows"] or ANY
     ids = (rows * rng.random(BATCH_IDS) ** 1.5).astype(np.int64)
     return ids, rng.standard_normal((BATCH_IDS, TABLES[name]["dim"]), dtype=np.float32)
 
@@ -80,6 +96,11 @@ def delete_rows(tables: dict[str, Any], step: int) -> None:
         table.delete(batch(name, step)[0])
 
 
+def sweep_rows(tables: dict[str, Any], step: int) -> None:
+    for table in tables.values():
+        table.sweep()
+
+
 def bring_in(tables: dict[str, Any], step: int) -> None:
     """Set rows as in an import."""
     set_rows(tables, step)
@@ -94,10 +115,11 @@ def train_on(tables: dict[str, Any]) -> None:
 
 
 def content(table: Any) -> bytes:
-    """Return every bit of a table: weights and slots of all rows, the stored ids, the step."""
-    ids = np.arange(table.num_rows, dtype=np.int64)
+    """Return every bit of a table: weights and slots of all rows, the stored ids, ages and counts, the step."""
+    ids = np.arange(table.num_rows or ANY, dtype=np.int64)
     parts = [np.ascontiguousarray(table.get(ids, slot=slot)).tobytes() for slot in ("weight", *table.slots)]
-    return b"".join([*parts, table.contains(ids).tobytes(), int(table.step).to_bytes(8, "little")])
+    usage = usage_of(table, ids).tobytes() if table.num_rows is None else b""
+    return b"".join([*parts, usage, table.contains(ids).tobytes(), int(table.step).to_bytes(8, "little")])
 
 
 def ram(names: Any) -> int:

@@ -22,15 +22,17 @@ from torture.lives.scenario import (
     delete_rows,
     ram,
     set_rows,
+    sweep_rows,
     train,
     train_on,
 )
 
-#: u: a step. i: rows are set and written to the log at once. t: rows are deleted. c: commit. k: commit and keep as "a".
-#: l: as "b". d: drop "a". e: drop "b". m: compact. o: collect the commit before the last, as `disk=` does. r: rewind to
-#: "a". A: start a commit. W: wait for the commit. x: close without a commit and reopen. n: make the table.
-ACTIONS = "nuiutucutkuuumtoulutdmuAitWctouukuiteuxutcuuruAtuWotucuidmtuAuitWutAutuWtcom"
-NAME = "user"
+#: u: a step. i: rows are set and written to the log at once. t: rows are deleted. s: rows go by the table's rules.
+#: c: commit. k: commit and keep as "a". l: as "b". d: drop "a". e: drop "b". m: compact. o: collect the commit before
+#: the last, as `disk=` does. r: rewind to "a". A: start a commit. W: wait for the commit. x: close without a commit and
+#: reopen. n: make the table.
+ACTIONS = "nuiutucutkuuusmtoulutdmuAitWctsouukuiteuxutcusuruAtuuiuuWotsucuidmtuAusitWutAuuistuuuWtscom"
+NAME = "visitor"
 
 
 def expected(actions: str) -> list[State]:
@@ -49,6 +51,9 @@ def expected(actions: str) -> list[State]:
             continue
         if action == "t":
             delete_rows(table, step)
+            continue
+        if action == "s":
+            sweep_rows(table, step)
             continue
         if action in "moW":
             continue
@@ -98,6 +103,8 @@ def drive(
                 bring_in({NAME: table}, step)
             elif action == "t":
                 delete_rows({NAME: table}, step)
+            elif action == "s":
+                sweep_rows({NAME: table}, step)
             elif action == "m":
                 table.compact()
             elif action == "o":

@@ -42,7 +42,7 @@ OUTCOMES = dict.fromkeys(
     ("update", "update lr", "update step", "update nothing", "update_batch", "set", "delete", "window", "threads"),
     "refused",
 ) | {
-    **dict.fromkeys(("compact", "rewind", "neighbors", "budget changes", "update refused"), "either"),
+    **dict.fromkeys(("compact", "rewind", "neighbors", "budget changes", "update refused", "sweep"), "either"),
     **dict.fromkeys(("reopen", "reopen with another optimizer", "exception in a with block", "repair"), "refused"),
 }
 #: With `disk=`, these calls may compact the log first.

@@ -15,6 +15,7 @@ import bunkbed as bb
 from bunkbed.io.formats import FORMATS
 from bunkbed.testing import philox
 from bunkbed.testing.compare import assert_same_bits
+from bunkbed.testing.sweeps import assert_same_sweep
 from bunkbed.window import Window
 from torture.stories.features import BATCH, CALLS, Story, assert_same_rows_of_reader, call, copied, must_raise
 
@@ -197,6 +198,31 @@ def _(s: Story) -> None:
 def _(s: Story) -> None:
     ids = s.ids(9)
     assert s.table.delete(ids) == s.oracle.delete(ids)
+
+
+@call("sweep")
+def _(s: Story) -> None:
+    if not s.oracle.retention:
+        must_raise(ValueError, "no rule by which rows go", s.table.sweep)
+        return
+    if s.oracle.retention.clock == "event":
+        s.table.clock = s.oracle.clock = s.oracle.clock + int(s.rng.integers(3))
+        must_raise(ValueError, "clock", setattr, s.table, "clock", -1)
+    if len(s.oracle):  # as the padding row of a layer
+        row = min(s.oracle._places)
+        s.table.spare(row)
+        s.oracle.spare(row)
+    assert_same_sweep(s.table, s.oracle, dry_run=True)
+    assert_same_sweep(s.table, s.oracle)
+
+
+@call("rules change")
+def _(s: Story) -> None:
+    rules = dataclasses.replace(s.oracle.retention, max_rows=int(s.rng.integers(30, 90)), evict="oldest", keep=5)
+    if not s.oracle.retention:
+        must_raise(ValueError, "made without", setattr, s.table, "retention", rules)
+        return
+    s.table.retention = s.oracle.retention = rules
 
 
 @call("changes", scratch="scratch", files=True)
@@ -512,6 +538,11 @@ def _export(s: Story, name: str, end: str, is_whole: bool, has_state: bool) -> N
     words = {"ids": "word"} if name.startswith(("word2vec", "projector")) else {}
     facts = {**s.facts, "dtype": "float32", "optimizer": dataclasses.replace(s.oracle.optimizer)}
     with bb.create(None, **facts) as other:
+        if other.clock < 0:
+            must_raise(
+                ValueError, r"assign table\.clock", bb.import_rows, other, path, format=name, slots=slots, **words
+            )
+            other.clock = 0
         bb.import_rows(other, path, format=name, slots=slots, chunk=50, **words)
         stored = s.all if is_whole else s.all[s.oracle.contains(s.all)]
         assert other.contains(s.all).tolist() == [bool(x) for x in np.isin(s.all, stored)]

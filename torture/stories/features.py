@@ -40,6 +40,9 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "Normal": ("init", {"init": bb.Normal(std=0.1)}),
     "Uniform": ("init", {"init": bb.Uniform(-0.5, 0.5)}),
     "seed": ("seed", {"seed": 77}),
+    "expire": ("rules", {"expire": 5, "keep": 20}),
+    "max_rows": ("rules", {"max_rows": 60, "evict": "rarest"}),
+    "clock of events": ("rules", {"expire": 3, "clock": "event"}),
     "ram least": ("ram", {}),
     "ram ample": ("ram", {"ram": "8MiB"}),
     "Budget": ("ram", {}),
@@ -63,6 +66,15 @@ HOLES: dict[tuple[str, str], tuple[Any, str]] = {
     ("run", "scratch"): (ValueError, 'durability="scratch" keeps nothing'),
     ("sharded", "scratch"): (TypeError, "durability"),
     ("RowwiseAdagrad", "export torch"): (ValueError, "torch has no optimizer with the state of RowwiseAdagrad"),
+    **{
+        ("num_rows", rule): (ValueError, "is for a table of any id")
+        for rule in ("expire", "max_rows", "clock of events")
+    },
+    **{
+        (rule, f"export {name}"): (ValueError, "takes any id, which")
+        for rule in ("expire", "max_rows", "clock of events")
+        for name in ("npy", "torch", "weights-h5", "tensorflow")
+    },
     ("sharded", "device cache"): (ValueError, "is sharded: a device cache lies above one table"),
 }
 
@@ -98,7 +110,8 @@ class Story:
             (extra if group in ("state", "decay", "ram", "disk", "durability") else self.facts).update(values)
         self.facts |= {key: value for key, value in arguments.items() if key in self.facts}
         if self.facts["num_rows"] is not None:
-            self.facts["num_rows"] = rows
+            has_rule = any(OPTIONS[option][0] == "rules" for option in options)
+            self.facts["num_rows"] = None if has_rule and "num_rows" not in options else rows
         changed = {key: extra.pop(key) for key in ("state_dtype", "weight_decay", "decoupled") if key in extra}
         self.facts["optimizer"] = dataclasses.replace(self.facts["optimizer"], **changed)
         self.limits = {**extra, **{key: value for key, value in arguments.items() if key not in self.facts}}
@@ -167,6 +180,8 @@ class Story:
             # New hyperparameters do not cause a commit, but each commit contains them, also a checkpoint's at closing.
             assert table.optimizer in (self.oracle.optimizer, self.committed_optimizer)
             self.oracle.optimizer = table.optimizer
+            assert table.retention in (self.oracle.retention, self.committed_rules)
+            self.oracle.retention = table.retention
         if "device cache" in self.options:
             self._put_cache_above(table)
         return table
@@ -177,6 +192,11 @@ class Story:
         size = max(3 * BATCH, self.rows // 2) * table.record_bytes
         self.layer = bt.Embedding(table.num_rows, table.dim, table=table, device_cache=size)
         self.trainer = bt.Optimizer(self.layer)
+
+    def require_time(self) -> None:
+        """Set a clock of events that was not set, or not in the commit that the story went back to."""
+        if self.oracle.clock < 0:
+            self.table.clock = self.oracle.clock = 0
 
     def close(self, commit: bool) -> None:
         """Close, and discard uncommitted changes unless `commit`."""
@@ -240,7 +260,7 @@ class Story:
     def remember(self) -> None:
         """Remember the committed state."""
         if self.committed is None or self.oracle.epoch != self.committed.epoch:
-            self.committed_optimizer = self.oracle.optimizer
+            self.committed_optimizer, self.committed_rules = self.oracle.optimizer, self.oracle.retention
         self.committed = copied(self.oracle)
 
     def commit(self, **arguments: Any) -> None:
@@ -275,6 +295,7 @@ class Story:
         if self.run is not None and self.dense:
             self.settle()
             assert self.run.files == ["dense"] and self.run.read("dense") == self.dense
+        assert (self.table.retention, self.table.clock) == (self.oracle.retention, self.oracle.clock)
         assert self.table.optimizer == self.oracle.optimizer, f"{self.table.optimizer} is not {self.oracle.optimizer}"
         if self.reader is not None:
             assert_same_rows_of_reader(self.reader, self.seen, self.all)
@@ -302,7 +323,7 @@ class Story:
 def copied(oracle: ReferenceTable) -> ReferenceTable:
     """Copy like deepcopy, but only parts that change in place."""
     one = copy.copy(oracle)
-    for name in ("_places", "_commits", "_names", "_counts"):
+    for name in ("_places", "_commits", "_names", "_counts", "_usage"):
         setattr(one, name, dict(getattr(oracle, name)))
     one._arrays = {slot: array.copy() for slot, array in oracle._arrays.items()}
     return one

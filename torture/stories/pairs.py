@@ -76,6 +76,7 @@ def story(features: Sequence[str], seed: int, root: Path, length: int = 16) -> i
         for number in range(length):
             call = next(turns) if number % 2 else small[int(s.rng.integers(len(small)))]
             if features[-1] in CALLS or all(hole_of(option, call) is None for option in options):
+                s.require_time()
                 CALLS[call](s)
                 s.calls += 1
             if number % 5 == 4:

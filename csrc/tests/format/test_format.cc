@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "format/format.h"
+#include "format/record.h"
 #include "kernels/kernels.h"
 #include "tests/check.h"
 
@@ -59,6 +60,31 @@ TEST(format_manifest_round_trip) {
   CHECK_EQ(back.segments.size(), size_t{2});
 }
 
+TEST(format_manifest_of_a_table_whose_rows_go) {
+  Manifest m = sample();
+  m.retention = {.expire = 30, .clock = AgeClock::kEvent, .max_rows = 500, .evict = EvictFirst::kSmallest, .keep = 7};
+  m.clock = 20'000;
+  m.payload_bytes += kUsageBytes;
+  const Bytes bytes = encode_manifest(m);
+  const Manifest back = decode_manifest(bytes, "m");
+  CHECK(encode_manifest(back) == bytes);
+  CHECK(back.retention == m.retention);
+  CHECK(back.fields == m.fields);
+  CHECK_EQ(back.clock, m.clock);
+  CHECK_EQ(payload_of(back), m.payload_bytes);
+  for (size_t at = 8; at + 8 <= bytes.size(); ++at) {
+    for (const uint32_t value : {0u, 1u, 0x7fffffffu, 0xffffffffu}) {
+      Bytes bad = bytes;
+      std::memcpy(bad.data() + at, &value, 4);
+      seal(&bad);
+      is_refused([&] {
+        const Manifest found = decode_manifest(bad, "m");
+        CHECK(encode_manifest(decode_manifest(encode_manifest(found), "m")) == encode_manifest(found));
+      });
+    }
+  }
+}
+
 TEST(format_manifest_every_truncation_and_flipped_bit) {
   const Bytes bytes = encode_manifest(sample());
   for (size_t n = 0; n < bytes.size(); ++n) CHECK(is_refused([&] { decode_manifest({bytes.data(), n}, "m"); }));
@@ -97,7 +123,7 @@ TEST(format_manifest_names_what_is_wrong) {
     const Bytes bytes = encode_manifest(m);
     CHECK_THROWS(decode_manifest(bytes, "m"), ErrorKind::kFormat, part);
   };
-  refuse([](Manifest& m) { m.reader_flags = 8; }, "newer release");
+  refuse([](Manifest& m) { m.reader_flags = 16; }, "newer release");
   refuse([](Manifest& m) { m.fields[1].offset = 17; }, "passes the record's end");
   refuse([](Manifest& m) { m.fields[1].name = "weight"; }, "appears twice");
   refuse([](Manifest& m) { m.fields[0].name = "w"; }, "first field");
@@ -111,6 +137,20 @@ TEST(format_manifest_names_what_is_wrong) {
   refuse([](Manifest& m) { m.rewinds = {{1, m.epoch + 1}}; }, "rewind");
   refuse([](Manifest& m) { m.deletions_from = m.next_version + 1; }, "not given out");
   refuse([](Manifest& m) { m.num_rows = -2; }, "out of range");
+  const auto refuse_rule = [&](auto&& change, const char* part) {
+    refuse([&](Manifest& m) {
+      m.retention.expire = 3;
+      m.payload_bytes += kUsageBytes;
+      change(m);
+    }, part);
+  };
+  refuse_rule([](Manifest& m) { m.retention.keep = -1; }, "out of range");
+  refuse_rule([](Manifest& m) { m.retention.max_rows = -1; }, "out of range");
+  refuse_rule([](Manifest& m) { m.clock = -1; }, "out of range");
+  refuse_rule([](Manifest& m) { m.retention.clock = AgeClock::kEvent, m.clock = -2; }, "out of range");
+  refuse_rule([](Manifest& m) { m.retention.clock = static_cast<AgeClock>(2); }, "unknown clock 2");
+  refuse_rule([](Manifest& m) { m.retention.evict = static_cast<EvictFirst>(3); }, "unknown order of eviction 3");
+  refuse_rule([](Manifest& m) { m.payload_bytes -= 4; }, "passes the record's end");
 }
 
 TEST(format_trailer_round_trip_and_damage) {

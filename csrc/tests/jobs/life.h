@@ -27,7 +27,7 @@ struct SmallIndexSnapshots {
   const uint64_t before = checkpoint_rows;
 };
 
-inline uint64_t erase(Table* table, const std::vector<int64_t>& ids) { return table->erase(ids.data(), ids.size()); }
+inline uint64_t erase(Table* table, const std::vector<int64_t>& ids) { return table->erase(ids.data(), ids.size()).rows; }
 
 inline Manifest newest_commit(const std::string& path) { return Manifests(vfs::posix(), path).load_newest(); }
 
@@ -37,9 +37,12 @@ struct Seen {
 
 // Random calls on a table and on the map that says what it must have.
 struct Life {
-  Life(uint64_t seed, int64_t num_rows, size_t ram_bytes, uint64_t disk_bytes, bool on_disk = true)
+  Life(uint64_t seed, int64_t num_rows, size_t ram_bytes, uint64_t disk_bytes, bool on_disk = true,
+       const Retention& retention = {})
       : sampler(seed), ram(ram_bytes), disk(disk_bytes) {
-    table = Table::create(vfs, on_disk ? sandbox / "t" : "", "t", whole_numbers(num_rows, kDim), ram, disk);
+    TableSpec spec = whole_numbers(num_rows, kDim);
+    spec.retention = retention;
+    table = Table::create(vfs, on_disk ? sandbox / "t" : "", "t", spec, ram, disk);
   }
 
   std::vector<int64_t> some_ids(size_t most) {
@@ -48,22 +51,24 @@ struct Life {
     return ids;
   }
 
-  void train(size_t most) {
+  std::vector<int64_t> train(size_t most) {
     const std::vector<int64_t> ids = some_ids(most);
     std::vector<float> grads(ids.size());
     for (float& grad : grads) grad = static_cast<float>(sampler.bits() % 5);
     update(table.get(), ids, grads);
     for (const int64_t id : ids) seen.stored_again += was_deleted.contains(id) && !rows.contains(id);
     apply(&rows, ids, grads);
+    return ids;
   }
 
-  void remove(size_t most) {
+  std::vector<int64_t> remove(size_t most) {
     const std::vector<int64_t> ids = some_ids(most);
     uint64_t expected = 0;
     for (const int64_t id : ids) expected += rows.erase(id);
     was_deleted.insert(ids.begin(), ids.end());
     CHECK_EQ(erase(table.get(), ids), expected);
     seen.deleted += expected;
+    return ids;
   }
 
   void commit(bool in_background) {

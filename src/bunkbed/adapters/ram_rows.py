@@ -3,26 +3,30 @@
 Untouched rows are a function of (seed, id), so `Facts` of the table belong to them.
 
 The arrays are ``ids`` int64[n], ascending, and for each slot float32[n, length of the slot]. Values of 16-bit slots
-are exact in float32, so rows that go back are equal to the bit.
+are exact in float32, so rows that go back are equal to the bit. Where the table has rules by which rows go, ``usage``
+int64[n, 2] has the time of the last step that named each row, and the number of these steps.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bunkbed import _native
+from bunkbed.core.arguments import describe
 from bunkbed.core.init import Initializer
 from bunkbed.core.init import from_native as initializer_from_native
 from bunkbed.core.optim import Optimizer
 from bunkbed.core.optim import from_native as optimizer_from_native
 from bunkbed.core.types import Json
+from bunkbed.table.definition import Definition
 from bunkbed.table.opening import create
+from bunkbed.table.sweeps import as_usage, from_usage
 from bunkbed.table.table import Table
 
 Array: TypeAlias = NDArray[Any]
@@ -40,22 +44,26 @@ class Facts:
     optimizer: Optimizer
     init: Initializer
     seed: int
+    clock: int = -1
 
     @classmethod
     def of(cls, table: Table) -> Facts:
         """Return those of a table."""
-        return cls(table.step, table.optimizer, table.init, table.seed)
+        clock = table.clock if table.retention.clock == "event" else -1
+        return cls(table.step, table.optimizer, table.init, table.seed, clock)
 
     def fields(self) -> Json:
         """Return them as JSON."""
         init = list(self.init.native())
-        return {"step": self.step, "optimizer": self.optimizer.native(), "init": init, "seed": self.seed}
+        fields = {"step": self.step, "optimizer": self.optimizer.native(), "init": init, "seed": self.seed}
+        return fields if self.clock < 0 else {**fields, "clock": self.clock}
 
     @classmethod
     def from_fields(cls, fields: Json) -> Facts:
         """Return those of `fields`; ValueError, KeyError, TypeError for others."""
         init = initializer_from_native(*fields["init"])
-        return cls(int(fields["step"]), optimizer_from_native(fields["optimizer"]), init, int(fields["seed"]))
+        optimizer, clock = optimizer_from_native(fields["optimizer"]), int(fields.get("clock", -1))
+        return cls(int(fields["step"]), optimizer, init, int(fields["seed"]), clock)
 
 
 def is_in_ram(table: Table) -> bool:
@@ -70,22 +78,26 @@ def bytes_of(table: Table) -> int:
 
 def rows_of(table: Table, slots: Sequence[str] | None = None) -> dict[str, Array]:
     """Return all stored rows of some slots, as copies; None: of all slots."""
-    empty = no_rows(table)
-    slots = [name for name in empty if name != "ids"] if slots is None else slots
-    parts = list(table.scan_slots(slots, 65_536))
+    empty, with_usage = no_rows(table), table.usage_fields if slots is None else []
+    slots = ("weight", *table.slots) if slots is None else slots
+    parts = list(table.scan_fields([table.field(slot) for slot in slots] + with_usage, 65_536))
     ids = np.concatenate([empty["ids"], *(part[0] for part in parts)])
     order = np.argsort(ids)
     values = {
         slot: np.concatenate([empty[slot], *(part[1][place] for part in parts)])[order]
         for place, slot in enumerate(slots)
     }
+    if with_usage:
+        usage = [np.column_stack(from_usage(part[1][-1])) for part in parts]
+        values["usage"] = np.concatenate([empty["usage"], *usage])[order]
     return {"ids": ids[order], **values}
 
 
 def no_rows(table: Table) -> dict[str, Array]:
     """Return what `rows_of` returns for a table without stored rows."""
     empty = {slot: np.empty((0, table.field(slot)[1]), np.float32) for slot in ("weight", *table.slots)}
-    return {"ids": np.empty(0, np.int64), **empty}
+    usage = {"usage": np.empty((0, 2), np.int64)} if table.usage_fields else {}
+    return {"ids": np.empty(0, np.int64), **empty, **usage}
 
 
 def saved(table: Table) -> tuple[Rows, Json] | None:
@@ -115,6 +127,8 @@ def why_not(table: Table, rows: Rows, facts: Facts) -> str:
         if slot not in rows or rows[slot].shape != shape:
             found = list(rows[slot].shape) if slot in rows else "nothing"
             return f"the saved {slot!r} must be float32{list(shape)}, got {found}"
+    if "usage" in rows and (rows["usage"].shape != (len(rows["ids"]), 2) or rows["usage"].dtype != np.int64):
+        return f"the saved 'usage' must be int64[{len(rows['ids'])}, 2], got {describe(rows['usage'])}"
     largest = int(rows["ids"].max(initial=-1))
     if table.num_rows is not None and largest >= table.num_rows:
         return f"a row with id {largest} was saved, and the table has ids in [0, {table.num_rows})"
@@ -144,7 +158,7 @@ def with_rows(table: Table, rows: Rows, facts: Facts) -> Table:
     """
     if is_other(table, facts):
         return _made(table, rows, facts)
-    _set(table, rows, facts.step)
+    _set(table, rows, facts)
     return table
 
 
@@ -153,25 +167,21 @@ def copy_of(table: Table) -> Table:
     return _made(table, rows_of(table), Facts.of(table))
 
 
-def _set(table: Table, rows: Rows, step: int) -> None:
+def _set(table: Table, rows: Rows, facts: Facts) -> None:
     if len(table) or table.step:
         table.rewind(0)
+    if table.retention.clock == "event" and facts.clock >= 0:
+        table.clock = facts.clock
+    if facts.step:
+        table.core.update(np.empty(0, np.int64), np.empty((0, table.dim), np.float32), 0.0, facts.step)
     for slot in ("weight", *table.slots):
-        table.set(rows["ids"], rows[slot], slot=slot)
-    if step:
-        table.core.update(np.empty(0, np.int64), np.empty((0, table.dim), np.float32), 0.0, step)
+        table.put(rows["ids"], np.ascontiguousarray(rows[slot], np.float32), table.field(slot)[0])
+    for field, _ in table.usage_fields if "usage" in rows else []:
+        table.put(rows["ids"], as_usage(*rows["usage"].T), field)
 
 
 def _made(table: Table, rows: Rows, facts: Facts) -> Table:
-    made = create(
-        None,
-        dim=table.dim,
-        num_rows=table.num_rows,
-        optimizer=table.optimizer,
-        init=facts.init,
-        seed=facts.seed,
-        dtype=table.dtype,
-        ram=table.ram_bytes or None,
-    )
-    _set(made, rows, facts.step)
+    definition = replace(Definition.of(table), init=facts.init, seed=facts.seed)
+    made = create(None, ram=table.ram_bytes or None, **definition.arguments())
+    _set(made, rows, facts)
     return made

@@ -14,7 +14,8 @@ from typing import Literal, TypeAlias
 from bunkbed.adapters.removal import close_writer, is_taken, remove_table, require_removable
 from bunkbed.core.budget import Budget
 from bunkbed.core.init import Initializer
-from bunkbed.core.optim import Adam, Optimizer
+from bunkbed.core.optim import Adam, Optimizer, check_same_slots
+from bunkbed.core.retention import Retention
 from bunkbed.core.types import Json
 from bunkbed.errors import FormatError
 from bunkbed.sharded.opening import open
@@ -83,6 +84,7 @@ class TableOptions:
     dtype: str | None = None
     durability: Literal["durable", "scratch"] | None = None
     exist: Exist = "open"
+    retention: Retention | None = None
 
     def require_none(self, kind: str) -> None:
         """Raise ValueError if an option is given together with ``table=``, whose table already has a value for it."""
@@ -103,6 +105,15 @@ class TableOptions:
         """
         if self.exist not in ("open", "error", "new"):
             raise ValueError(f'{kind}: exist must be "open", "error" or "new", got {self.exist!r}')
+        if self.retention is not None:
+            if not isinstance(self.retention, Retention):
+                raise TypeError(f"{kind}: retention must be a bunkbed.Retention, got {self.retention!r}")
+            if self.retention and num_rows is not None:
+                name = next(iter(dims))
+                raise ValueError(
+                    f"{kind}: retention= is for a table of any id, whose rows come and go; {name}={num_rows} was "
+                    f"given, with which every row is there: give {name}=None"
+                )
         given = {"dtype": self.dtype, init_name: self.init, "seed": self.seed, "durability": self.durability}
         return TableArguments(
             kind,
@@ -113,12 +124,14 @@ class TableOptions:
                 seed=seed if self.seed is None else self.seed,
                 dtype=self.dtype or "float32",
                 durability=self.durability or "durable",
+                **vars(self.retention or Retention()),
             ),
             {**dims, **{name: value for name, value in given.items() if value is not None}},
             None if self.path is None else Path(self.path),
             self.ram,
             self.disk,
             exist=self.exist,
+            retention=self.retention,
         )
 
 
@@ -134,6 +147,7 @@ class TableArguments:
         make: see `bunkbed.table.opening.open_table`.
         shards: the number of shards that a table with a path must have; None: any, and a new one is not sharded.
         exist: what `settle` does where a table is at `path`.
+        retention: the rules of a stored table from now on; None: its own.
     """
 
     kind: str
@@ -145,6 +159,7 @@ class TableArguments:
     make: Callable[..., Table] = Table
     shards: int | None = None
     exist: Exist = "open"
+    retention: Retention | None = None
 
     def settle(self, meet: Callable[[Callable[[], None]], None] = lambda call: call()) -> None:
         """Where something is at `path`: go on for ``"open"``, raise for ``"error"``, remove the table for ``"new"``.
@@ -194,8 +209,17 @@ class TableArguments:
             return None
         try:
             require_same(self.kind, table, **self.same)
+            if optimizer is not None:
+                check_same_slots(table.name, table.optimizer, optimizer)
+            if self.retention is not None and self.retention != table.retention:
+                if is_shared(table):
+                    raise ValueError(
+                        f"{self.kind}: retention={self.retention!r} was given, but table {table.name!r}, which another "
+                        f"layer has open, has {table.retention!r}; give that, or assign table.retention"
+                    )
+                table.retention = self.retention  # raises for another clock
             if optimizer is not None and optimizer != table.optimizer:
-                table.optimizer = optimizer  # raises for other slots
+                table.optimizer = optimizer
         except BaseException:
             table.close(commit=False)  # ends only this opening; a table that another layer has open stays open
             raise

@@ -18,6 +18,7 @@ from bunkbed.cli.commands.report import report
 from bunkbed.cli.commands.reshard import reshard
 from bunkbed.cli.commands.rows import export_table, import_table
 from bunkbed.cli.commands.serve import serve
+from bunkbed.cli.commands.sweep import sweep
 from bunkbed.cli.commands.train import train
 from bunkbed.cli.version import version_text
 
@@ -71,3 +72,4 @@ app.command("reshard", rich_help_panel=_ROWS)(reshard)
 app.command("import", rich_help_panel=_ROWS)(import_table)
 app.command("export", rich_help_panel=_ROWS)(export_table)
 app.command("changes", rich_help_panel=_ROWS)(changes)
+app.command("sweep", rich_help_panel=_ROWS)(sweep)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -14,10 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 import bunkbed as bb
+from bunkbed.adapters.removal import is_taken
 from bunkbed.adapters.tables import Exist, TableOptions, require_same
 from bunkbed.core import optim
 from bunkbed.core.budget import Budget
 from bunkbed.core.init import from_native as initializer_from_native
+from bunkbed.core.retention import Retention
 from bunkbed.core.types import Json
 from bunkbed.keras.base.backend import IS_TORCH
 from bunkbed.keras.base.initializers import initializer_of
@@ -101,6 +104,8 @@ class Embedding(IdsLayer):
         exist: where a table is at `path`: ``"open"`` goes on with its rows (one line of the log says so), ``"error"``
             raises, ``"new"`` removes it with its kept commits; layers that have it open raise `TableClosedError`. A
             model that is loaded from a file opens its table.
+        retention: the rules of a table of any id (``input_dim=None``) by which ``layer.table.sweep()`` removes rows, as
+            `bunkbed.Retention`; None: a stored table has its own, and a new one keeps every row.
         keep_checkpoints: how many epochs kept by saved weights stay loadable; None: all, so that every file loads. A
             warning says when one is dropped, or when they take much more than the rows. ``.keras`` and ``.weights.h5``
             files have the rows of a table in RAM only (up to 1 GiB); each epoch that ``get_weights()`` keeps of it is a
@@ -137,6 +142,7 @@ class Embedding(IdsLayer):
         durability: Literal["durable", "scratch"] | None = None,
         disk: float | str | None = None,
         exist: Exist = "open",
+        retention: Retention | None = None,
         keep_checkpoints: int | None = None,
         **kwargs: Any,
     ) -> None:
@@ -185,14 +191,14 @@ class Embedding(IdsLayer):
         self.autocast = False
         self._stored_dtype = stored_dtype
         self._given_optimizer = optimizer
-        self._ram, self._disk, self._durability = ram, disk, durability
+        self._ram, self._disk, self._durability, self._retention = ram, disk, durability, retention
         self._path = None if path is None else str(path)
         self._directories = None if directories is None else [str(each) for each in directories]
         dims = {"input_dim": input_dim, "output_dim": output_dim}
         if table is not None:
-            TableOptions(path, ram, disk, optimizer, seed=seed, durability=durability, exist=exist).require_none(
-                "Embedding"
-            )
+            TableOptions(
+                path, ram, disk, optimizer, seed=seed, durability=durability, exist=exist, retention=retention
+            ).require_none("Embedding")
             require_same("Embedding", table, **dims)
             self._shared = shared_of_table(table)
             if workers is not None:
@@ -202,7 +208,7 @@ class Embedding(IdsLayer):
             init, drawn = initializer_of(embeddings_initializer, input_dim, output_dim)
             given = None if is_default else init
             place = None if path is None else current_path(Path(path))
-            options = TableOptions(place, ram, disk, optimizer, given, seed, stored_dtype, durability, exist)
+            options = TableOptions(place, ram, disk, optimizer, given, seed, stored_dtype, durability, exist, retention)
             plain = options.arguments(
                 "Embedding", dims, "embeddings_initializer", num_rows=input_dim, dim=output_dim, init=init, seed=drawn
             )
@@ -362,6 +368,7 @@ class Embedding(IdsLayer):
         optimizer = self._given_optimizer
         if optimizer is None and self._shared.is_explicit:
             optimizer = self.table.optimizer  # of a table that was given
+        rules = self.table.retention if has_table else self._retention
         path = self._path
         if path is None and has_table and self.table.path is not None:
             path = str(self.table.path)
@@ -381,6 +388,7 @@ class Embedding(IdsLayer):
             "directories": self._directories,
             "durability": self._durability,
             "disk": self._disk,
+            "retention": asdict(rules) if rules else None,
             "keep_checkpoints": self.keep_checkpoints,
         }
 
@@ -388,6 +396,10 @@ class Embedding(IdsLayer):
     def from_config(cls, config: Json) -> Embedding:
         """Return the layer of a `get_config`; this opens the table at its path."""
         config = dict(config)
+        # A stored table has its rules, which may have changed since the config was made.
+        is_stored = config["path"] is not None and is_taken(current_path(Path(config["path"])))
+        rules = None if is_stored else config.get("retention")
+        config["retention"] = None if rules is None else Retention(**rules)
         init, optimizer, dtype = config["embeddings_initializer"], config["optimizer"], config["dtype"]
         if isinstance(init, dict) and "bunkbed" in init:
             config["embeddings_initializer"] = initializer_from_native(*init["bunkbed"])

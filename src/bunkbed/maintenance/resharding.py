@@ -25,8 +25,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-
 from bunkbed import _native
 from bunkbed.core.arguments import as_whole
 from bunkbed.core.budget import parse_bytes
@@ -36,6 +34,7 @@ from bunkbed.files.durable import exchange, require_real, sync_directory
 from bunkbed.files.run_files import RunFiles, RunManifest
 from bunkbed.files.sharding import MAX_SHARDS, Split
 from bunkbed.maintenance.check import check
+from bunkbed.maintenance.rewriting import set_time
 from bunkbed.run.run import Run
 from bunkbed.sharded.base.rows import ShardedRows
 from bunkbed.sharded.opening import open
@@ -340,16 +339,18 @@ def _copy_rows(table: Table, made: Table, progress: Progress | None) -> int:
     assert isinstance(made.core, ShardedRows)
     if made.step > table.step:
         raise _LaterHasLess(f"table '{table.name}' has {table.step} steps, fewer than before,")
+    if made.clock > table.clock:
+        raise _LaterHasLess(f"table '{table.name}' has the clock {table.clock}, an earlier one than before,")
     slots = ("weight", *table.slots)
-    fields = [made.field(slot)[0] for slot in slots]
+    fields = [made.field(slot) for slot in slots] + made.usage_fields
     shards = made.core.cores
     total, done = len(table), 0
-    for ids, values in table.scan_slots(slots, max(256, min(65_536, _CHUNK_BYTES // (4 * table.dim)))):
+    for ids, values in table.scan_fields(fields, max(256, min(65_536, _CHUNK_BYTES // (4 * table.dim)))):
         split = Split.by_shard(ids, len(shards))
         mine, sorted_values = split.take(ids), [split.take(one) for one in values]
         for index, shard in enumerate(shards):
             part = split.part(index)
-            for field, one in zip(fields, sorted_values, strict=True):
+            for (field, _), one in zip(fields, sorted_values, strict=True):
                 shard.set(mine[part], field, one[part])
         done += len(ids)
         if progress is not None:
@@ -358,6 +359,5 @@ def _copy_rows(table: Table, made: Table, progress: Progress | None) -> int:
         raise _LaterHasLess(f"table '{table.name}' has lost rows that it had before")
     if done != total or len(made) != total:
         raise CorruptionError(f"table {table.path}: {done} rows were read and {len(made)} written of {total}")
-    if table.step > made.step:  # an empty step sets the step number, which bias correction depends on
-        made.update(np.empty(0, np.int64), np.empty((0, made.dim), np.float32), step=table.step)
+    set_time(made, table)
     return done

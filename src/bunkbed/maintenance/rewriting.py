@@ -45,18 +45,23 @@ def rewrite_rows(table: Table, copied: Table, progress: Callable[[int, int], Non
 
     Slots that both tables have are copied; the others have their initial values.
     """
-    none = np.empty(0, np.int64)
-    shared = [slot for slot in table.slots if slot in copied.slots]
+    slots = ["weight", *(slot for slot in table.slots if slot in copied.slots)]
+    into = [copied.field(slot) for slot in slots] + copied.usage_fields
     chunk = max(256, min(65_536, _CHUNK_BYTES // (4 * table.dim)))
     total, done = len(table), 0
-    scans = {slot: table.scan(slot, chunk) for slot in ("weight", *shared)}
-    for parts in zip(*scans.values(), strict=True):
-        ids = parts[0][0]
-        for slot, (_, values) in zip(scans, parts, strict=True):
-            copied.set(ids, values, slot)
+    for ids, every in table.scan_fields([table.field(slot) for slot in slots] + table.usage_fields, chunk):
+        for (field, _), values in zip(into, every, strict=True):
+            copied.core.set(ids, field, values)
         done += len(ids)
         if progress is not None:
             progress(done, total)
-    if table.step > 0:  # an empty step sets the step number, which bias correction depends on
-        copied.update(none, np.empty((0, copied.dim), np.float32), step=table.step)
+    set_time(copied, table)
     return done
+
+
+def set_time(copied: Table, table: Table) -> None:
+    """Give a table the step number and the clock of another."""
+    if table.retention.clock == "event" and table.clock >= 0:
+        copied.clock = table.clock
+    if table.step > copied.step:  # an empty step sets the step number, which bias correction depends on
+        copied.update(np.empty(0, np.int64), np.empty((0, copied.dim), np.float32), step=table.step)

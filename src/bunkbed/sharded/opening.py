@@ -36,7 +36,8 @@ def open(
         ram: hard budget in bytes, as ``"2GiB"``, or a shared `Budget`; default 1 GiB.
         snapshot: open this kept commit, for reading.
         create: arguments of `bunkbed.create`, used if there is no table or only a scratch table. Otherwise each given
-            value must be the table's, but the hyperparameters of the optimizer replace the table's.
+            value must be the table's, but the hyperparameters of the optimizer and the rules of `Retention` replace
+            the table's.
         optimizer: new hyperparameters; the class must be that of the table's optimizer.
         disk: maximum bytes of the table's files while this writer has it open; see `bunkbed.create`.
 

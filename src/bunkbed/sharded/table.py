@@ -90,6 +90,11 @@ class ShardedTable(Table):
         dtype: str = "float32",
         ram: float | str | Budget | None = None,
         disk: float | str | None = None,
+        expire: int | None = None,
+        clock: Literal["step", "event"] = "step",
+        max_rows: int | None = None,
+        evict: Literal["oldest", "rarest", "smallest"] = "oldest",
+        keep: int = 0,
     ) -> Self:
         """Create a sharded table. Takes the same short time for any number of rows.
 
@@ -102,6 +107,8 @@ class ShardedTable(Table):
             ram: hard budget in bytes for all shards together, as ``"2GiB"``, or a shared `Budget`; default 1 GiB.
             disk: maximum bytes of the files of all shards, divided evenly; see `bunkbed.create`, where the facts for a
                 table of a `Run` apply.
+            expire, clock, max_rows, evict, keep: which rows `sweep` removes; see `Retention`. The bounds are those of
+                the whole table.
 
         Returns:
             The open table; this process is its writer.
@@ -114,7 +121,9 @@ class ShardedTable(Table):
         with opening.path_lock(place):
             places = _new_places(place, shards, directories)
             disk_bytes = 0 if disk is None else parse_bytes(disk)
-            definition = Definition(dim, num_rows, optimizer, init, seed, dtype)
+            definition = Definition(
+                dim, num_rows, optimizer, init, seed, dtype, "durable", expire, clock, max_rows, evict, keep
+            )
             spec = definition.spec(belongs_to_run=True)
             facts = {**definition.arguments(), **_limit_of_each(disk_bytes, len(places))}
             budget = ram if isinstance(ram, Budget) else Budget(opening.DEFAULT_RAM if ram is None else ram)

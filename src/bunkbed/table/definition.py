@@ -9,6 +9,7 @@ from bunkbed import _native
 from bunkbed.core import init as _init
 from bunkbed.core import optim as _optim
 from bunkbed.core.arguments import as_whole
+from bunkbed.core.retention import Retention
 from bunkbed.core.types import Json
 from bunkbed.table.facts import DTYPES
 
@@ -30,11 +31,40 @@ class Definition:
     seed: int = 0
     dtype: str = "float32"
     durability: Literal["durable", "scratch"] = "durable"
+    expire: int | None = None
+    clock: Literal["step", "event"] = "step"
+    max_rows: int | None = None
+    evict: Literal["oldest", "rarest", "smallest"] = "oldest"
+    keep: int = 0
 
     @classmethod
     def of(cls, table: Table) -> Self:
         """Return the definition of a durable table like `table`."""
-        return cls(table.dim, table.num_rows, table.optimizer, table.init, table.seed, table.dtype)
+        return cls(
+            table.dim,
+            table.num_rows,
+            table.optimizer,
+            table.init,
+            table.seed,
+            table.dtype,
+            **vars(table.retention),
+        )
+
+    @property
+    def retention(self) -> Retention:
+        """The rules by which rows go.
+
+        Raises:
+            ValueError, TypeError: see `Retention`; a rule for a table with a number of rows.
+        """
+        rules = Retention(self.expire, self.clock, self.max_rows, self.evict, self.keep)
+        if rules and self.num_rows is not None:
+            name, value = ("expire", rules.expire) if rules.expire is not None else ("max_rows", rules.max_rows)
+            raise ValueError(
+                f"{name}={value} is for a table of any id, whose rows come and go; num_rows={self.num_rows} was given, "
+                "with which every row is there: give num_rows=None"
+            )
+        return rules
 
     def arguments(self) -> Json:
         """Return the arguments of `bunkbed.create` by name."""
@@ -69,6 +99,7 @@ class Definition:
             init_b=b,
             seed=as_whole(self.seed, what="seed", low=0, high=2**64 - 1),
             optimizer=definition.native(),
+            retention=self.retention.native(),
             belongs_to_run=belongs_to_run,
             is_scratch=self.durability == "scratch",
         )

@@ -10,6 +10,8 @@ from typing import Any, Literal, cast
 from bunkbed import _native
 from bunkbed.core import init as _init
 from bunkbed.core import optim as _optim
+from bunkbed.core.arguments import as_whole
+from bunkbed.core.retention import Retention
 from bunkbed.core.types import Json
 from bunkbed.table.core import Core
 
@@ -92,6 +94,70 @@ class TableFacts:
     def optimizer(self, value: _optim.Optimizer) -> None:
         _optim.check_same_slots(self._name, self.optimizer, _optim.require_optimizer(value))
         self.core.set_optimizer(value.native())
+
+    @property
+    def retention(self) -> Retention:
+        """The rules by which `sweep` removes rows. Assign others, with the same `clock`, to change them.
+
+        Raises:
+            ValueError: on assignment, another clock; rules for a table that was made without any, whose rows have no
+                age; no rule at all. ReadOnlyError: the table is open for reading.
+        """
+        return Retention.from_native(self.core.retention())
+
+    @retention.setter
+    def retention(self, value: Retention) -> None:
+        present = self.retention
+        if not isinstance(value, Retention):
+            raise TypeError(f"table '{self._name}': retention must be a bunkbed.Retention, got {value!r}")
+        if not present and value:
+            raise ValueError(
+                f"table '{self._name}' was made without expire= and max_rows=, so its rows have no age; make a table "
+                "with these, and move the rows with bb.export_rows and bb.import_rows"
+            )
+        if present and not value:
+            raise ValueError(
+                f"table '{self._name}': its rules cannot all go, since its rows have an age; give an expire or a "
+                "max_rows that no row reaches"
+            )
+        if present.clock != value.clock:
+            raise ValueError(
+                f"table '{self._name}': clock is {present.clock!r} in the table, {value.clock!r} was asked for; to "
+                "change one rule: table.retention = dataclasses.replace(table.retention, expire=...)"
+            )
+        if present != value:
+            self.core.set_retention(value.native())
+
+    @property
+    def clock(self) -> int:
+        """The time of the table's clock, by which rows expire: `step`, or for ``clock="event"`` what was last assigned.
+
+        The ages of rows that are updated or set from now on begin at this time. It is part of commits, and -1 until it
+        is assigned.
+
+        Raises:
+            ValueError: on assignment, a value below the present one, or the clock is the step. TypeError: no int.
+            ReadOnlyError: the table is open for reading.
+
+        >>> import bunkbed as bb, numpy as np
+        >>> table = bb.create(None, dim=2, expire=7, clock="event")
+        >>> table.clock = 0
+        >>> table.update([1], np.ones((1, 2), np.float32))
+        >>> table.clock = 7
+        >>> table.sweep().expired
+        1
+        """
+        return int(self.core.clock())
+
+    @clock.setter
+    def clock(self, value: int) -> None:
+        self.core.set_clock(as_whole(value, what="clock", table=f"table '{self._name}'", low=0, high=2**63 - 2))
+
+    # Internal: when rows were last named and by how many updates, as a field of floats whose bits are moved only. Empty
+    # for a table without rules.
+    @property
+    def usage_fields(self) -> list[tuple[int, int]]:
+        return [(len(self.fields), 3)] if self.retention else []
 
     @property
     def slots(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -18,6 +18,7 @@ from bunkbed import _native
 from bunkbed.core import init as _init
 from bunkbed.core import optim as _optim
 from bunkbed.core.budget import Budget, parse_bytes
+from bunkbed.core.retention import Retention
 from bunkbed.core.typed import typed
 from bunkbed.core.types import Json
 from bunkbed.errors import BunkbedError, FormatError, ReadOnlyError
@@ -138,6 +139,11 @@ def create(
     ram: float | str | Budget | None = None,
     durability: Literal["durable", "scratch"] = "durable",
     disk: float | str | None = None,
+    expire: int | None = None,
+    clock: Literal["step", "event"] = "step",
+    max_rows: int | None = None,
+    evict: Literal["oldest", "rarest", "smallest"] = "oldest",
+    keep: int = 0,
     _run: Any = None,
     _name: str | None = None,
     _make: Callable[..., Table] = Table,
@@ -167,6 +173,7 @@ def create(
             times for a table of a `Run`, once for a scratch table). Kept snapshots need space in addition. A limit of
             three times the rows or more costs no time; with less, steps and commits wait for compaction. See
             `Table.stats`: ``disk_bytes``, ``snapshot_bytes``.
+        expire, clock, max_rows, evict, keep: which rows `Table.sweep` removes; see `Retention`. For a table of any id.
 
     Returns:
         The open table; this process is its writer.
@@ -182,7 +189,9 @@ def create(
         raise ValueError('durability="scratch" needs a path to overflow to: a table in RAM only has nothing on disk')
     if durability == "scratch" and _run is not None:
         raise ValueError('a run\'s tables are committed together, and durability="scratch" keeps nothing: bb.create it')
-    definition = Definition(dim, num_rows, optimizer, init, seed, dtype, durability)
+    definition = Definition(
+        dim, num_rows, optimizer, init, seed, dtype, durability, expire, clock, max_rows, evict, keep
+    )
     spec = definition.spec(belongs_to_run=_run is not None)
     place = None if path is None else resolve(path)
     if place is not None and _has_sharded(place):
@@ -250,7 +259,7 @@ class Wanted:
             own_disk = create.pop("disk", None)
             if disk is None and writable:
                 disk, disk_bytes = own_disk, parse_disk(own_disk, "w")
-            unknown = set(create) - {"dim", "num_rows", "optimizer", "init", "seed", "dtype", "durability"}
+            unknown = set(create) - {field.name for field in fields(Definition)}
             if unknown:
                 raise TypeError(f"create= takes the arguments of bb.create, got {sorted(unknown)[0]!r}")
             if optimizer is not None:
@@ -356,13 +365,23 @@ def compare_with(table: Table, create: Json | None, optimizer: _optim.Optimizer 
                 f"table '{table.name}': {key} is {getattr(table, key)!r} in the table, {wanted[key]!r} was asked for"
             )
     definition = wanted.get("optimizer")
-    if definition is None:
-        return
-    _optim.check_same_slots(table.name, table.optimizer, _optim.require_optimizer(definition))
-    if definition != table.optimizer:
-        if table.mode == "r":
+    if definition is not None:
+        _optim.check_same_slots(table.name, table.optimizer, _optim.require_optimizer(definition))
+        if definition != table.optimizer and table.mode == "r":
             raise ReadOnlyError(f"table '{table.name}' is open for reading; its hyperparameters cannot change")
+    _change_retention(table, wanted)
+    if definition is not None and definition != table.optimizer:
         table.optimizer = definition
+
+
+def _change_retention(table: Table, wanted: Json) -> None:
+    given = {field.name: wanted[field.name] for field in fields(Retention) if field.name in wanted}
+    present = table.retention
+    if not given or (rules := replace(present, **given)) == present:
+        return
+    if table.mode == "r":
+        raise ReadOnlyError(f"table '{table.name}' is open for reading; its rules cannot change")
+    table.retention = rules
 
 
 def open_again(present: Table, create: Json, optimizer: _optim.Optimizer | None) -> None:

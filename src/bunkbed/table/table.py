@@ -130,10 +130,11 @@ class Table(TableFacts, TableCommits, TableReader, TableDeletes):
         time; rows that it writes back do not count. ``open_s``: seconds since the table was opened.
         ``read_records`` of the log are read alone (``single_records``), with neighbours (``merged_records``) or by the
         large reads of a sweep (``swept_records``), whatever costs the disk least; `machine.read_paths` says when.
-        ``indexed_records``: records read to find the rows, by opening, `refresh` and `rewind`.
+        ``indexed_records``: records read to find the rows, by opening, `refresh` and `rewind`. A table with rules has
+        ``expired_rows`` and ``evicted_rows``, which `sweep` removed.
         """
         values: dict[str, int | float] = self.core.stats()
-        values["threads"] = _native.get_num_threads()
+        values.update(self._removed_rows(), threads=_native.get_num_threads())
         above = self._cache_above()
         if above is not None:
             values.update(above.stats())
@@ -404,8 +405,8 @@ class Table(TableFacts, TableCommits, TableReader, TableDeletes):
         label = f"table '{self._name}'"
         array = as_ids(ids, table=label)
         rows = as_rows(values, (*array.shape, length), what="values", table=label)
-        with self._writing():
-            self.core.set(array.reshape(-1), index, rows.reshape(-1, length))
+        self._require_time()
+        self.put(array.reshape(-1), rows.reshape(-1, length), index)
 
     def contains(self, ids: ArrayLike) -> npt.NDArray[np.bool_]:
         """Return whether each row is stored (was updated or set). ids: int64[...]; returns bool[...]."""
@@ -433,7 +434,10 @@ class Table(TableFacts, TableCommits, TableReader, TableDeletes):
 
     # Internal: scan several slots in one pass over the log; yields (int64[n], [float32[n, length], ...]).
     def scan_slots(self, slots: Sequence[str], chunk: int) -> Iterator[tuple[Ids, list[Floats]]]:
-        fields = [self.field(slot) for slot in slots]
+        return self.scan_fields([self.field(slot) for slot in slots], chunk)
+
+    # Internal: the same for (number, length) of fields, as `field` returns them, and `usage_fields`.
+    def scan_fields(self, fields: Sequence[tuple[int, int]], chunk: int) -> Iterator[tuple[Ids, list[Floats]]]:
         if chunk < 1:
             raise ValueError(f"table '{self._name}': chunk must be at least 1, got {chunk}")
         return self._scan(fields, chunk)

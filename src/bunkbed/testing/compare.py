@@ -37,3 +37,15 @@ def assert_same_rows(table: Table, reference: ReferenceTable, ids: IntArray) -> 
         assert_same_bits(table.get(ids, slot=slot), reference.get(ids, slot=slot), slot)
     assert table.contains(ids).tolist() == reference.contains(ids).tolist()
     assert table.step == reference.step
+    if reference.retention and table.retention:
+        assert_same_bits(usage_of(table, ids).view(np.uint32), usage_of(reference, ids).view(np.uint32), "usage")
+
+
+def usage_of(table: Table | ReferenceTable, ids: IntArray) -> FloatArray:
+    """Return float32[N, 3] whose bytes are int64 time and uint32 number of the steps that named each row."""
+    if isinstance(table, ReferenceTable):
+        return table.usage(ids)
+    ((field, length),) = table.usage_fields
+    found = np.empty((ids.size, length), np.float32)
+    table.core.get(ids, field, found)
+    return found

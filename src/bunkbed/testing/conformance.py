@@ -20,6 +20,7 @@ from bunkbed.testing.compare import assert_same_bits, assert_same_rows, zipf_ids
 from bunkbed.testing.narrow import ALL_NARROW, NARROW, NarrowTests, both_widths
 from bunkbed.testing.reference import ReferenceTable
 from bunkbed.testing.suite_part import Pair, Tested
+from bunkbed.testing.sweeps import SweepTests
 from bunkbed.window import Window
 
 OPTIMIZERS = [
@@ -35,7 +36,7 @@ OPTIMIZERS = [
 ]
 
 
-class TableTests(NarrowTests, CommitTests):
+class TableTests(NarrowTests, CommitTests, SweepTests):
     """A conformance suite for tables; subclass it as ``TestSomething`` and override `make_table`.
 
     A subclass must define `make_table`. Tests that need files skip if `table.path` is None. A subclass that opens

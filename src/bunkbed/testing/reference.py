@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -12,10 +13,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from bunkbed.core import optim
+from bunkbed.core.arguments import as_whole
 from bunkbed.core.init import Initializer, Normal
+from bunkbed.core.retention import Retention
 from bunkbed.core.types import Array, Json
 from bunkbed.errors import TableClosedError
 from bunkbed.table.commits import PendingCommit
+from bunkbed.table.sweeps import NEVER_GOES, Bin, Swept
 from bunkbed.testing import arithmetic, philox
 from bunkbed.testing.arithmetic import FloatArray, IntArray
 
@@ -37,6 +41,7 @@ class ReferenceTable:
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``: dtype of the stored weights.
         initial: overrides `init`: a function from int64[N] ids to float32[N, dim] rows.
         name: the table's name in errors.
+        rules: those of `Retention`, by name.
 
     >>> from bunkbed import SGD, Zeros
     >>> table = ReferenceTable(dim=2, optimizer=SGD(lr=0.5), init=Zeros())
@@ -56,6 +61,7 @@ class ReferenceTable:
         dtype: str = "float32",
         initial: Initial | None = None,
         name: str = "reference",
+        **rules: Any,
     ) -> None:
         if dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype!r}")
@@ -67,6 +73,10 @@ class ReferenceTable:
         self.dtype = dtype
         self.state_dtype: str = getattr(self.optimizer, "state_dtype", "float32")
         self.name = name
+        self.retention = Retention(**rules)
+        self._clock = -1 if self.retention.clock == "event" else 0
+        # Row -> (time of the last step that named it, number of these steps), for stored rows.
+        self._usage: dict[int, tuple[int, int]] = {}
         self.meta: Json = {}
         self.step = 0
         self.epoch = 0
@@ -232,6 +242,9 @@ class ReferenceTable:
                 f"table {self.name!r}: the gradients of id {unique[overflowed[0]]} are finite, "
                 "their sum is not; nothing was changed"
             )
+        self._require_time()
+        if step is not None and step < self.step and self.retention and self.retention.clock == "step":
+            raise ValueError(f"table {self.name!r}: step {step} is before step {self.step}; nothing was changed")
         self.step = self.step + 1 if step is None else step
         self._counts["updates"] += 1
         self.is_dirty = True
@@ -239,6 +252,8 @@ class ReferenceTable:
             return
         self._counts["unique_rows"] += unique.size
         places = self._store(unique)
+        for row in unique.tolist():
+            self._name_row(row, 1)
         rows = {slot: array[places] for slot, array in self._arrays.items()}
         weight = rows.pop("weight")
         arithmetic.apply_optimizer(self.optimizer, lr=rate, step=self.step, grad=sums, weight=weight, slots=rows)
@@ -253,12 +268,91 @@ class ReferenceTable:
         before = len(self._places)
         for row in wanted:
             self._places.pop(row, None)
+            self._usage.pop(row, None)
         if len(self._places) < before:
             self.is_dirty = True
             kept = np.fromiter(self._places.values(), np.int64, len(self._places))
             self._arrays = {slot: array[kept] for slot, array in self._arrays.items()}
             self._places = {row: place for place, row in enumerate(self._places)}
         return before - len(self._places)
+
+    @property
+    def clock(self) -> int:
+        """The time of the clock by which rows expire; see `Table.clock`."""
+        return self.step if self.retention.clock == "step" else self._clock
+
+    @clock.setter
+    def clock(self, value: int) -> None:
+        as_whole(value, what="clock", low=0, high=2**63 - 1)
+        if self.retention.clock == "step":
+            raise ValueError(f"table {self.name!r}: its clock is its step, which cannot be set")
+        if value < self._clock:
+            raise ValueError(f"table {self.name!r}: the clock cannot go back from {self._clock} to {value}")
+        self.is_dirty = self.is_dirty or value != self._clock
+        self._clock = value
+
+    def sweep(self, *, dry_run: bool = False) -> Swept:
+        """Remove the rows that have expired, and those beyond ``max_rows``; see `Table.sweep`."""
+        self._check_open()
+        rules, now = self.retention, self.clock
+        if not rules:
+            raise ValueError(f"table {self.name!r} has no rule by which rows go")
+        ages = {row: now - last for row, (last, _) in self._usage.items() if last != NEVER_GOES}
+        expired = [row for row, age in ages.items() if rules.expire is not None and age >= rules.expire]
+        expired.sort(key=lambda row: (self._usage[row][0], row))
+        goes = expired[: max(0, len(self) - rules.keep)]
+        others = sorted(set(ages).difference(expired), key=lambda row: (self._worth(row), row))
+        too_many = 0 if rules.max_rows is None else max(0, len(self) - len(goes) - rules.max_rows)
+        evicted = others[:too_many] if len(goes) == len(expired) else []
+        swept = Swept(
+            rows=len(self),
+            expired=len(goes),
+            evicted=len(evicted),
+            spared=len(expired) - len(goes),
+            freed_bytes=0,
+            clock=now,
+            cut=self._cut(evicted[-1]) if evicted else None,
+            ages=_bins(list(ages.values())),
+            counts=_bins([self._usage[row][1] for row in ages]),
+            dry_run=dry_run,
+        )
+        if not dry_run:
+            self.delete(np.array(goes + evicted, np.int64))
+        return swept
+
+    def spare(self, row: int) -> None:
+        """Keep a stored row from every sweep."""
+        self._usage[row] = NEVER_GOES, 0
+        self.is_dirty = True
+
+    def _name_row(self, row: int, steps: int) -> None:
+        last, count = self._usage.get(row, (0, 0))
+        if last != NEVER_GOES:
+            self._usage[row] = self.clock, count + steps
+
+    def _require_time(self) -> None:
+        if self.clock < 0:
+            raise ValueError(f"table {self.name!r}: its clock was not set; assign table.clock first")
+
+    def usage(self, ids: IntArray) -> FloatArray:
+        """Return as `bunkbed.testing.compare.usage_of`."""
+        found = np.zeros((ids.size, 3), np.float32)
+        for place, row in enumerate(ids.tolist()):
+            last, count = self._usage.get(row, (0, 0))
+            found[place] = np.array([last & 0xFFFFFFFF, last >> 32, count], np.uint32).view(np.float32)
+        return found
+
+    def _worth(self, row: int) -> float:
+        """Return by what rows are evicted, the least first."""
+        if self.retention.evict == "smallest":
+            weights = self._arrays["weight"][self._places[row]].astype(np.float64)
+            return float(np.cumsum(weights * weights)[-1])
+        return self._usage[row][self.retention.evict == "rarest"]
+
+    def _cut(self, row: int) -> float:
+        worth = self._worth(row)
+        orders = {"oldest": self.clock - worth, "rarest": worth, "smallest": math.sqrt(worth)}
+        return orders[self.retention.evict]
 
     def set(self, ids: ArrayLike, values: ArrayLike, slot: str = "weight") -> None:
         """Overwrite one slot of int64[N] rows with float32[N, width]; of equal ids the last one is written."""
@@ -274,7 +368,10 @@ class ReferenceTable:
                 f"table {self.name!r}: value at position {bad[0][0]} is beyond what {self._dtype_of(slot)} holds; "
                 "nothing was changed"
             )
+        self._require_time()
         places = self._store(wanted.ravel())
+        for row in wanted.ravel().tolist():
+            self._name_row(row, 0)
         self.is_dirty = self.is_dirty or wanted.size > 0
         self._arrays[slot][places] = fresh  # NumPy assigns in order, so the last of equal ids stays
 
@@ -432,6 +529,8 @@ class ReferenceTable:
             "places": dict(self._places),
             "arrays": {slot: array[: len(self._places)].copy() for slot, array in self._arrays.items()},
             "step": self.step,
+            "clock": self._clock,
+            "usage": dict(self._usage),
             "meta": copy.deepcopy(self.meta),
         }
         self.is_dirty = False
@@ -446,8 +545,14 @@ class ReferenceTable:
         self._places = dict(state["places"])
         self._arrays = {slot: array.copy() for slot, array in state["arrays"].items()}
         self.step = state["step"]
+        self._clock, self._usage = state["clock"], dict(state["usage"])
         self.meta = copy.deepcopy(state["meta"])
         self.is_dirty = False
+
+
+def _bins(values: list[int]) -> tuple[Bin, ...]:
+    numbers = collections.Counter(value.bit_length() for value in values)
+    return tuple(Bin(2**i // 2, 2**i - 1, rows) for i, rows in sorted(numbers.items()))
 
 
 def _filled(out: Array | None, values: FloatArray) -> Array:

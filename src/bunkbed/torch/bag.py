@@ -15,6 +15,7 @@ from bunkbed.adapters.tables import Exist, TableOptions
 from bunkbed.core.budget import Budget
 from bunkbed.core.init import Initializer
 from bunkbed.core.optim import Optimizer as UpdateRule
+from bunkbed.core.retention import Retention
 from bunkbed.table.table import POOLINGS, Table
 from bunkbed.torch.base.ranges import ranged
 from bunkbed.torch.base.types import Device
@@ -129,6 +130,7 @@ class EmbeddingBag(TableLayer):
         durability: Literal["durable", "scratch"] | None = None,
         disk: float | str | None = None,
         exist: Exist = "open",
+        retention: Retention | None = None,
         table: Table | None = None,
         device: Device = None,
         device_cache: int | str | Budget | None = None,
@@ -151,7 +153,9 @@ class EmbeddingBag(TableLayer):
             padding_idx,
             max_norm,
             scale_grad_by_freq,
-            options=TableOptions(path, ram, disk, optimizer, init, seed, durability=durability, exist=exist),
+            options=TableOptions(
+                path, ram, disk, optimizer, init, seed, durability=durability, exist=exist, retention=retention
+            ),
             dtype=dtype,
             table=table,
             device=device,

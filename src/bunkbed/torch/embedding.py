@@ -12,6 +12,7 @@ from bunkbed.adapters.tables import Exist, TableOptions
 from bunkbed.core.budget import Budget
 from bunkbed.core.init import Initializer
 from bunkbed.core.optim import Optimizer as UpdateRule
+from bunkbed.core.retention import Retention
 from bunkbed.table.table import Table
 from bunkbed.torch.base.gradients import grad_array
 from bunkbed.torch.base.ranges import is_profiling, ranged
@@ -108,6 +109,8 @@ class Embedding(TableLayer):
             (`bunkbed.create`): every run begins with untouched rows, and ``state_dict()`` is an error.
         disk: most bytes the table's files may take, as ``"20GiB"`` (`bunkbed.create`); None: no limit. The epochs that
             ``state_dict()`` keeps count.
+        retention: the rules of a table of any id (``num_embeddings=None``) by which ``table.sweep()`` removes rows, as
+            `bunkbed.Retention`; None: a stored table has its own, and a new one keeps every row.
         table: use this table (a `bunkbed.Table`, or another layer's ``.table``) instead of opening one.
         device: of the anchor, and so of the output.
         device_cache: device memory for hot rows, as ``"2GiB"``, or a `bunkbed.Budget` of device memory that several
@@ -156,6 +159,7 @@ class Embedding(TableLayer):
         durability: Literal["durable", "scratch"] | None = None,
         disk: float | str | None = None,
         exist: Exist = "open",
+        retention: Retention | None = None,
         table: Table | None = None,
         device: Device = None,
         device_cache: int | str | Budget | None = None,
@@ -171,7 +175,9 @@ class Embedding(TableLayer):
             padding_idx,
             max_norm,
             scale_grad_by_freq,
-            options=TableOptions(path, ram, disk, optimizer, init, seed, durability=durability, exist=exist),
+            options=TableOptions(
+                path, ram, disk, optimizer, init, seed, durability=durability, exist=exist, retention=retention
+            ),
             dtype=dtype,
             table=table,
             device=device,

@@ -245,12 +245,15 @@ class TableLayer(torch.nn.Module):  # type: ignore[misc]  # torch is untyped her
     def _set_padding(self) -> None:
         """Store zeros in the padding row unless the row is stored already, as torch does for a new layer."""
         row, table = self.padding_idx, self.table
-        if row is None or table.contains(np.array([row], np.int64))[0]:
+        if row is None:
             return
+        is_stored = bool(table.contains(np.array([row], np.int64))[0])
         if table.mode == "r":
-            self._zero_padding = True  # a reader cannot store zeros: lookups write them into their output
+            self._zero_padding = not is_stored  # a reader cannot store zeros: lookups write them into their output
             return
-        table.set(np.array([row], np.int64), np.zeros((1, self.embedding_dim), np.float32))
+        if not is_stored:
+            table.put(np.array([row], np.int64), np.zeros((1, self.embedding_dim), np.float32), 0)
+        table.spare(row)
 
     def _import(self, weight: Tensor) -> None:
         """Overwrite rows ``0 .. len(weight) - 1`` with a float[num_embeddings, dim] tensor, chunk by chunk."""

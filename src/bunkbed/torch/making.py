@@ -64,12 +64,15 @@ class Maker:
         Requires: `can_make_again`.
         """
         rows = rows_of(table.local if isinstance(table, DistributedTable) else table, ("weight",))
+        clock = table.clock if table.retention.clock == "event" else -1
         place = None if self.arguments.path is None else self.arguments.path.expanduser()
         with path_lock(place):
             replace(self.arguments, exist="new").settle(self._once)  # closes a table with files on every process
             if not table.closed:
                 table.release()
             made = self.make(optimizer)
+        if clock >= 0 and made.retention.clock == "event":
+            made.clock = clock
         if len(rows["ids"]) or self.ranks is not None:
-            made.set(rows["ids"], rows["weight"])
+            made.put(rows["ids"], rows["weight"], 0)
         return made

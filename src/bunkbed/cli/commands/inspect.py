@@ -20,7 +20,9 @@ from bunkbed.cli.shared.console import (
     print_json,
     stdout,
 )
+from bunkbed.cli.shared.rules import rules_text
 from bunkbed.core.budget import format_bytes
+from bunkbed.core.retention import Retention
 from bunkbed.core.types import Json
 from bunkbed.files.kinds import kind_of
 from bunkbed.table.table import Table
@@ -207,6 +209,8 @@ def _about(table: Table) -> Json:
         "segments": int(stats["segments"]),
         "epoch": table.epoch,
         "step": table.step,
+        "rules": vars(table.retention) if table.retention else None,
+        "clock": table.clock,
         "meta": table.meta,
     }
 
@@ -221,13 +225,16 @@ def _print_table(console: Console, about: Json) -> None:
     console.print(f"{about['kind']} [b]{escape(str(about['path']))}[/b]", soft_wrap=True)
     grid = _grid()
     grid.add_row("rows", f"{about['stored_rows']:,} stored of {_rows(about)}")
-    grid.add_row("row", f"{about['dim']} x {about['dtype']}, {about['record_bytes']:,} bytes with its state")
+    state = "its state and age" if about["rules"] else "its state"
+    grid.add_row("row", f"{about['dim']} x {about['dtype']}, {about['record_bytes']:,} bytes with {state}")
     grid.add_row("initially", f"{escape(about['init'])}, seed {about['seed']}")
     grid.add_row("optimizer", escape(about["optimizer"]))
     grid.add_row("slots", f"{', '.join(about['slots'])} in {about['state_dtype']}" if about["slots"] else "none")
     grid.add_row("disk", _disk(about))
     grid.add_row("ram", f"{format_bytes(about['ram_bytes'])}, taken by this reader")
     grid.add_row("version", f"{about['epoch']}, after step {about['step']:,}")
+    if about["rules"]:
+        grid.add_row("rows go", f"{rules_text(Retention(**about['rules']))}; the clock is at {about['clock']:,}")
     if about["meta"]:
         grid.add_row("meta", escape(_meta(about["meta"])))
     grid.add_row("snapshots", escape(_snapshots(about["snapshots"])))
@@ -274,6 +281,9 @@ def _print_run(console: Console, about: Json) -> None:
         )
     console.print(tables)
     for name, table in about["tables"].items():
+        if table["rules"]:
+            rules = f"{rules_text(Retention(**table['rules']))}; the clock is at {table['clock']:,}"
+            console.print(f"[dim]rows of {escape(name)} go[/]  {rules}", soft_wrap=True)
         if table["cursors"]:
             console.print(f"[dim]cursors of {escape(name)}[/]  {escape(_snapshots(table['cursors']))}", soft_wrap=True)
 

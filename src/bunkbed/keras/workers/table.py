@@ -74,7 +74,7 @@ from bunkbed.keras.tensorflow.callbacks import call
 from bunkbed.keras.workers.group import Workers
 from bunkbed.keras.workers.messages import error_message, message, sign_of, split_messages
 from bunkbed.keras.workers.pending import WorkersPending
-from bunkbed.table.bag_pooling import BagPooling
+from bunkbed.sharded.base.bag_pooling import BagPooling
 from bunkbed.table.table import Table
 
 

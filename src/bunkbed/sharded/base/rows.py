@@ -32,7 +32,8 @@ from bunkbed.core.arguments import Floats, Ids
 from bunkbed.core.types import Array, Json
 from bunkbed.errors import BunkbedError, ReadOnlyError, TableClosedError
 from bunkbed.files.sharding import Split
-from bunkbed.table.bag_pooling import BagPooling
+from bunkbed.sharded.base.bag_pooling import BagPooling
+from bunkbed.table.sweeps import first_removable
 
 #: Up to this many ids one thread works on all shards: starting work on other threads costs about as much as the lookup.
 FEW_IDS = 256
@@ -372,18 +373,35 @@ class ShardedRows:
 
             self._change("set()", apply, len(ids))
 
-    def erase(self, ids: Ids) -> int:
-        """See `bunkbed.Table.delete`."""
+    def erase(self, ids: Ids, changes: int | None = None) -> tuple[int, int]:
+        """See `bunkbed.Table.delete`; raise if rows were changed after `changes` of `removable`."""
         with self.alone(write=True):
+            if changes is not None and changes != sum(core.changes() for core in self._cores):
+                raise BunkbedError(
+                    f"table '{self.name}' was changed while its rows to remove were searched; sweep it between two "
+                    "steps; nothing was changed"
+                )
             split = self._split(ids)
             mine = split.take(ids)
-            erased = [0] * len(self._cores)
+            erased = [(0, 0)] * len(self._cores)
 
             def apply(index: int, core: _native.Table) -> None:
                 erased[index] = core.erase(mine[split.part(index)])
 
             self._change("delete()", apply, len(ids))
-            return sum(erased)
+            return sum(rows for rows, _ in erased), sum(changes for _, changes in erased)
+
+    def removable(
+        self, rules: _native.Retention, now: int, most: int, only_expired: bool, after_key: int, after_id: int
+    ) -> Json:
+        """Return the rows that a sweep removes first, of all shards in one order."""
+        with self.alone():
+            return first_removable(
+                self._each(
+                    lambda _, core: core.removable(rules, now, most, only_expired, after_key, after_id), FEW_IDS + 1
+                ),
+                most,
+            )
 
     def write_dirty(self) -> None:
         """Start to write dirty rows, as far as the shards' write buffers have room."""
@@ -480,6 +498,24 @@ class ShardedRows:
         with self.alone():
             self._checker.set_optimizer(values)
             self._change("new hyperparameters", lambda _, core: core.set_optimizer(values), 0)
+
+    def retention(self) -> _native.Retention:
+        """Return the rules by which rows go."""
+        return self._cores[0].retention()
+
+    def set_retention(self, rules: _native.Retention) -> None:
+        """See `bunkbed.Table.retention`."""
+        with self.alone(write=True):
+            self._change("new rules", lambda _, core: core.set_retention(rules), 0)
+
+    def clock(self) -> int:
+        """Return the time of the table's clock; the same in every shard."""
+        return int(self._cores[0].clock())
+
+    def set_clock(self, now: int) -> None:
+        """See `bunkbed.Table.clock`."""
+        with self.alone(write=True):
+            self._change("a new time", lambda _, core: core.set_clock(now), 0)
 
     def set_holder(self, map: object | None, write_back: object | None) -> None:
         """Accept only None, which `Table.close` passes: a sharded table cannot have a device cache."""

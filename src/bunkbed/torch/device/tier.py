@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator
 from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -39,6 +40,7 @@ from bunkbed import _native
 from bunkbed.adapters.bag_gradients import IntArray
 from bunkbed.core.budget import Budget, format_bytes, parse_bytes
 from bunkbed.errors import BunkbedError
+from bunkbed.table.sweeps import NEVER_GOES, as_usage, from_usage
 from bunkbed.table.table import Table
 from bunkbed.torch.device.base import capabilities
 from bunkbed.torch.device.base.batches import FramedBatch
@@ -46,6 +48,8 @@ from bunkbed.torch.device.base.link import Link, is_out_of_memory
 from bunkbed.torch.device.base.update_rules import step_constants
 from bunkbed.torch.device.records import DeviceRecords
 from bunkbed.torch.device.rows import DeviceRows
+
+Bytes = npt.NDArray[np.uint8]
 
 #: Bytes of records that a write-back moves at once.
 _CHUNK_BYTES = 64 << 20
@@ -86,6 +90,7 @@ class DeviceTier(DeviceRows):
         self._frames_lock = threading.RLock()
         self._map: _native.DeviceMap | None = None
         self._placed: weakref.WeakSet[FramedBatch] = weakref.WeakSet()
+        self._usage: Bytes | None = None  # of the rows in frames, uint8[frames, 12], in RAM; None: the table has none
         self._reserved = 0  # bytes of the table's RAM that the map takes
         self._lost = ""  # why rows on the device are lost; empty if none is
         if self._budget is not None:
@@ -208,7 +213,8 @@ class DeviceTier(DeviceRows):
         spec = table.optimizer
         frames = self._frames()
         fields = [(name, int(length)) for name, length in table.core.fields()]
-        reserved = frames * _MAP_BYTES
+        usage_bytes = sum(4 * length for _, length in table.usage_fields)
+        reserved = frames * (_MAP_BYTES + usage_bytes)
         table.reserve_ram(reserved)
         try:
             capabilities.of(device)  # probes an unknown device; raises for one that cannot hold records
@@ -219,7 +225,7 @@ class DeviceTier(DeviceRows):
                     f"table {table.name!r}: a device_cache of {format_bytes(self._bytes)} does not fit {device}: "
                     f"{error}"
                 ) from None
-            if records.words * 4 != table.record_bytes:
+            if records.words * 4 + usage_bytes != table.record_bytes:
                 raise BunkbedError(
                     f"table {table.name!r}: records of {table.record_bytes} bytes are not laid out as known"
                 )
@@ -236,6 +242,7 @@ class DeviceTier(DeviceRows):
 
         table.plain_core.set_holder(known, write_back)
         self._map, self._records, self._reserved, self.link = known, records, reserved, link
+        self._usage = np.zeros((frames, usage_bytes), np.uint8) if usage_bytes else None
         self.link.used()  # queued work may still read a tensor that had this memory before
 
     def _require_one_device(self, device: torch.device) -> None:
@@ -320,15 +327,28 @@ class DeviceTier(DeviceRows):
         loads = plan.load_ids
         if loads.size:
             coming = link.host_memory((loads.size, records.words), torch.int32)
-            native.gather_records(loads, coming.numpy().view(np.uint8))
+            if self._usage is None:
+                native.gather_records(loads, coming.numpy().view(np.uint8))
+            else:
+                whole = np.empty((loads.size, self.table.record_bytes), np.uint8)
+                native.gather_records(loads, whole)
+                coming.numpy().view(np.uint8)[...] = whole[:, : records.words * 4]
+                arriving = whole[:, records.words * 4 :]
         going = plan.evict_ids
         if going.size:
             with link.copying():
                 victims = link.down(records.read(link.up(plan.evict_frames)))
-            native.scatter_records(going, victims.numpy().view(np.uint8))
+            native.scatter_records(going, self._whole(victims, plan.evict_frames))
         if loads.size:
             with link.copying():
                 records.write(link.up(plan.load_frames), link.up(coming))
+            if self._usage is not None:
+                self._usage[plan.load_frames] = arriving
+
+    def _whole(self, records: Tensor, frames: IntArray) -> Bytes:
+        """Return records from the device as the table has them: with the usage of the rows in these frames."""
+        found: Bytes = records.numpy().view(np.uint8)
+        return found if self._usage is None else np.ascontiguousarray(np.hstack((found, self._usage[frames])))
 
     # ---- steps
 
@@ -359,7 +379,7 @@ class DeviceTier(DeviceRows):
                 with self._frames_lock:
                     new = self._stepped(piece, sums[begin : begin + frames], lr, number)
                     if is_counted:
-                        self._store(piece, new)
+                        self._store(piece, new, self._named(piece, number))
                     else:
                         self._take_step(piece, new, lr, number)
                         is_counted = True
@@ -386,21 +406,35 @@ class DeviceTier(DeviceRows):
     def _take_step(self, batch: FramedBatch, new: Tensor, lr: float, number: int) -> None:
         """Count the step and store its result; an interrupt in between does not prevent the store."""
         native, nothing = self.table.plain_core, np.empty((0, self.table.dim), np.float32)
+        usage = self._named(batch, number)
         steps = native.stats()["updates"]
         try:
             native.update(np.empty(0, np.int64), nothing, lr, number)
-            self._store(batch, new)
+            self._store(batch, new, usage)
         except BaseException as error:
             if native.stats()["updates"] != steps:  # counted, so the rows must follow; storing twice is harmless
                 try:
-                    self._store(batch, new)
+                    self._store(batch, new, usage)
                 except BaseException:
                     self._lost = f"a step was interrupted half-way ({error!r})"
             raise
 
-    def _store(self, batch: FramedBatch, new: Tensor) -> None:
+    def _named(self, batch: FramedBatch, number: int) -> Bytes | None:
+        """Return the usage of the rows of a batch after a step named them, as the core computes it for its own rows."""
+        if self._usage is None:
+            return None
+        assert batch.plan is not None
+        times, counts = from_usage(self._usage[batch.plan.frames].view(np.float32))
+        now = number if self.table.retention.clock == "step" else self.table.clock
+        goes = times != NEVER_GOES
+        counts += goes & (counts < 0xFFFFFFFF)
+        return as_usage(np.where(goes, now, times), counts).view(np.uint8)
+
+    def _store(self, batch: FramedBatch, new: Tensor, usage: Bytes | None) -> None:
         assert batch.plan is not None
         batch.plan.mark_dirty()
+        if self._usage is not None and usage is not None:
+            self._usage[batch.plan.frames] = usage
         self._require_records().store(batch.frames, new)
         self.link.used()
 
@@ -454,7 +488,7 @@ class DeviceTier(DeviceRows):
                         f"last commit ({error})"
                     )
                     self._require_usable()
-                self.table.plain_core.scatter_records(ids[begin : begin + chunk], records.numpy().view(np.uint8))
+                self.table.plain_core.scatter_records(ids[begin : begin + chunk], self._whole(records, part))
                 self._require_map().mark_clean(part)
                 begin += part.size
 

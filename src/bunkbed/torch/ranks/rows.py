@@ -22,8 +22,9 @@ from bunkbed import _native
 from bunkbed.core.arguments import Floats, Ids
 from bunkbed.core.types import Array, Json
 from bunkbed.errors import BunkbedError, TableClosedError
+from bunkbed.sharded.base.bag_pooling import BagPooling
 from bunkbed.sharded.base.rows import ShardedBatch, ShardedRows, require_ready
-from bunkbed.table.bag_pooling import BagPooling
+from bunkbed.table.sweeps import first_removable
 from bunkbed.table.table import Table
 from bunkbed.torch.ranks.exchange import exchange_of
 from bunkbed.torch.ranks.group import Kind, Ranks
@@ -214,20 +215,54 @@ class RankRows:
 
         self._change(ready, lambda: self.local.core.set(own, field, rows))
 
-    def erase(self, ids: Ids) -> int:
-        """See `bunkbed.Table.delete`: the ids of all ranks. Every rank returns the number of all deleted rows."""
+    def erase(self, ids: Ids, changes: int | None = None) -> tuple[int, int]:
+        """See `bunkbed.Table.delete`: the ids of all ranks. Every rank returns the numbers of all ranks."""
         self.require_open()
+        if changes is not None:  # of a sweep, which finds the same ids on all ranks: each sends a part
+            ids = np.ascontiguousarray(ids[self.ranks.rank :: self.ranks.world])
         _, asked = self._send(_CHANGE.of(f"a delete of table {self.number}, '{self.name}'"), ids)
         own = np.concatenate([part.view(np.int64) for part in asked])
-        erased = 0
+        erased = (0, 0)
 
         def apply() -> None:
             nonlocal erased
-            erased = self.local.core.erase(own)
+            erased = self.local.core.erase(own)  # calls of all ranks come in one order, so nothing changed meanwhile
 
         self._change(lambda: None, apply)
-        counts = self.ranks.swap(_ANSWER, [[np.array([erased], np.int64)] for _ in range(self.ranks.world)])
-        return int(sum(int(count.view(np.int64)[0]) for count in counts))
+        counts = self.ranks.swap(_ANSWER, [[np.array(erased, np.int64)] for _ in range(self.ranks.world)])
+        rows, after = np.sum([count.view(np.int64) for count in counts], axis=0).tolist()
+        return rows, after
+
+    def removable(
+        self, rules: _native.Retention, now: int, most: int, only_expired: bool, after_key: int, after_id: int
+    ) -> Json:
+        """Return the rows that a sweep removes first, of all ranks in one order; `erase` takes them from any rank."""
+        self.require_open()
+        what = f"a sweep of table {self.number}, '{self.name}'"
+        found: Json = {}
+        try:
+            found = self.local.core.removable(rules, now, most, only_expired, after_key, after_id)
+        except Exception as error:
+            self.ranks.fail(_ASK.of(what), error)
+        facts = [most, found["rows"], found["expired"], found["changes"], *found["ages"], *found["counts"]]
+        mine = [np.array(facts, np.int64), found["keys"], found["ids"]]
+        parts = []
+        for heard in self.ranks.swap(_ASK.of(what), [mine for _ in range(self.ranks.world)]):
+            numbers = heard[: 8 * len(facts)].view(np.int64).tolist()
+            keys, ids = np.split(heard[8 * len(facts) :], 2)
+            most = min(most, numbers[0])  # ranks may have unlike budgets
+            parts.append(
+                {
+                    "rows": numbers[1],
+                    "expired": numbers[2],
+                    "changes": numbers[3],
+                    "ages": numbers[4 : 4 + len(found["ages"])],
+                    "counts": numbers[4 + len(found["ages"]) :],
+                    "keys": keys.view(np.uint64),
+                    "ids": ids.view(np.int64),
+                }
+            )
+        return first_removable(parts, most)
 
     def update(self, ids: Ids, grads: Floats, lr: float | None, step: int | None) -> None:
         """See `bunkbed.Table.update`: one step with the gradients of all ranks, added in the order of ranks."""
@@ -327,16 +362,49 @@ class RankRows:
 
     def set_optimizer(self, values: Json) -> None:
         """See `bunkbed.Table.optimizer`; every rank must make the same change."""
-        self.require_open()
         self._checker.set_optimizer(values)
+        self._set_alike(
+            f"new hyperparameters of table {self.number}",
+            lambda: self.local.core.set_optimizer(values),
+            *(float(value) for value in _numbers(values)),
+        )
+
+    def retention(self) -> _native.Retention:
+        """Return the rules by which rows go; equal on all ranks."""
+        return self.local.core.retention()
+
+    def set_retention(self, rules: _native.Retention) -> None:
+        """See `bunkbed.Table.retention`; every rank must make the same change."""
+        self._set_alike(
+            f"new rules of table {self.number}",
+            lambda: self.local.core.set_retention(rules),
+            *(rules.expire, rules.max_rows, rules.evict, rules.keep),
+        )
+
+    def clock(self) -> int:
+        """Return the time of the table's clock; equal on all ranks."""
+        return self.local.core.clock()
+
+    def set_clock(self, now: int) -> None:
+        """See `bunkbed.Table.clock`; every rank must set the same."""
+        self._set_alike(f"a new time of table {self.number}", lambda: self.local.core.set_clock(now), now)
+
+    def _set_alike(self, what: str, change: Callable[[], object], *facts: float) -> None:
+        self.require_open()
+        facts = tuple(part for fact in facts for part in _exact(fact))
         # An exchange, so that no rank is a change ahead of one that asks for a commit.
-        self.ranks.swap(_READY.of(f"new hyperparameters of table {self.number}"), [[] for _ in range(self.ranks.world)])
-        with self.changing(*(float(value) for value in _numbers(values))):
-            self.local.core.set_optimizer(values)
+        self.ranks.swap(_READY.of(what), [[] for _ in range(self.ranks.world)])
+        with self.changing(*facts):
+            change()
 
     def stats(self) -> dict[str, int | float]:
         """Return the counters of this rank's rows."""
         return self.local.core.stats()
+
+
+def _exact(fact: float) -> tuple[float, ...]:
+    """Return float64 numbers that differ where two facts do: an int64 in two parts."""
+    return (float(fact >> 32), float(fact & 0xFFFFFFFF)) if isinstance(fact, int) else (fact,)
 
 
 def _numbers(values: Json) -> Iterator[float]:

@@ -1,4 +1,4 @@
-#include "table/scan.h"
+#include "scan/scan.h"
 
 #include <unistd.h>
 
@@ -61,14 +61,24 @@ struct Scan::ReadAhead {
   }
 };
 
-Scan::Scan(Table* table, std::vector<size_t> fields)
-    : parts_(*table->parts_), table_(parts_.state), fields_(std::move(fields)), owner_pid_(::getpid()) {
+Scan::Scan(Table* table, const std::vector<size_t>& fields) : Scan(table, fields, Part::kWeights) {}
+
+Scan::Scan(Table* table, Part part) : Scan(table, {}, part) {}
+
+Scan::Scan(Table* table, const std::vector<size_t>& fields, Part part)
+    : parts_(*table->parts_), table_(parts_.state), owner_pid_(::getpid()) {
+  for (const size_t field : fields) fields_.push_back(table_.field(field));
   const auto guard = parts_.device.lock_written_back([this]()
       NO_THREAD_SAFETY_ANALYSIS { return table_.lock.exclusive(); });
   table_.require_usable();
   changes_ = table_.changes;
   moves_ = table_.store->compactor().records_moved();
-  is_in_frames_ = is_in_frames();
+  // Whether frames have all wanted fields. A reader's frames have the weights alone.
+  const size_t held = table_.store->frame_bytes();
+  is_in_frames_ = (part == Part::kWeights ? table_.weight_bytes : table_.payload_bytes) <= held &&
+                  std::all_of(fields_.begin(), fields_.end(), [&](const Field& f) {
+                    return f.offset + field_bytes(f) <= held;
+                  });
   Log* log = table_.store->log();
   if (log == nullptr) return;
   // The log now has every row's newest record and all frames are clean. So lookups during the scan append nothing:
@@ -88,15 +98,6 @@ Scan::~Scan() {
     return;
   }
   for (const auto& read : ahead_) read->wait();  // so that no file stays open after the scan
-}
-
-// Whether frames have all wanted fields. A reader's frames have the weights alone.
-bool Scan::is_in_frames() const {
-  const size_t held = table_.store->frame_bytes();
-  return std::all_of(fields_.begin(), fields_.end(), [&](size_t f) {
-    const Field& field = table_.fields[f];
-    return field.offset + field_bytes(field) <= held;
-  });
 }
 
 // Starts reads of the next chunks, as many as there is room for.
@@ -152,14 +153,18 @@ void Scan::take(const Segment& segment, const ChunkTrailer& chunk) {
   }
 }
 
-void Scan::copy(const std::byte* record, size_t row, std::span<float* const> values) const {
-  for (size_t f = 0; f < fields_.size(); ++f) {
-    const Field& field = table_.fields[fields_[f]];
-    read_field(field, record, values[f] + row * field.length);
-  }
+size_t Scan::next(size_t n, int64_t* ids, std::span<float* const> values) {
+  size_t row = 0;
+  return visit(n, [&](int64_t id, const std::byte* record) {
+    ids[row] = id;
+    for (size_t f = 0; f < fields_.size(); ++f) {
+      read_field(fields_[f], record, values[f] + row * fields_[f].length);
+    }
+    ++row;
+  });
 }
 
-size_t Scan::next(size_t n, int64_t* ids, std::span<float* const> values) {
+size_t Scan::visit(size_t n, const Visit& visit) {
   const auto guard = table_.lock.exclusive(TableLock::Commits::kMayRun);
   table_.require_usable();
   if (table_.changes != changes_ && !fault_is("scan_misses_change")) {
@@ -181,8 +186,8 @@ size_t Scan::next(size_t n, int64_t* ids, std::span<float* const> values) {
   if (log == nullptr) {
     for (; frame_ < cache.high_water() && found < n; ++frame_) {
       if (cache.info(frame_).row < 0) continue;
-      ids[found] = cache.info(frame_).row;
-      copy(cache.record(frame_), found++, values);
+      visit(cache.info(frame_).row, cache.record(frame_));
+      ++found;
     }
     return found;
   }
@@ -228,16 +233,16 @@ size_t Scan::next(size_t n, int64_t* ids, std::span<float* const> values) {
         const uint32_t frame = frame_of(entry);
         if (cache.info(frame).position != place) continue;
         if (is_in_frames_) {
-          ids[found] = ids_[i];
-          copy(cache.record(frame), found++, values);
+          visit(ids_[i], cache.record(frame));
+          ++found;
           continue;
         }
       } else if (!is_position(entry) || position_of(entry) != place) {
         continue;
       }
       if (records == nullptr) records = log->reader().read_records(*segment, chunk, record_, count, ids_.data(), &span_);
-      ids[found] = ids_[i];
-      copy(records + (i - record_) * log->stride(), found++, values);
+      visit(ids_[i], records + (i - record_) * log->stride());
+      ++found;
     }
     record_ += count;
     if (record_ == ids_.size()) {

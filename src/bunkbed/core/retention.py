@@ -1,0 +1,90 @@
+"""`Retention`: the rules by which rows of a table go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Self, cast
+
+from bunkbed import _native
+from bunkbed.core.arguments import as_whole
+
+CLOCKS = ("step", "event")
+ORDERS = ("oldest", "rarest", "smallest")
+_MOST = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which rows `bunkbed.Table.sweep` removes, and which it leaves. Without a rule every row stays.
+
+    A table with a rule stores with each row when it was last named, by an update or by ``set``, and how many updates
+    named it: 12 bytes. A lookup does not name a row, and a row that was only set counts 0 updates.
+
+    Args:
+        expire: a row expires when its age is this many units of `clock`, at least 1; None: no row expires. Expired rows
+            go before those beyond `max_rows` are counted.
+        clock: ``"step"``: the table's `step`; ``"event"``: `bunkbed.Table.clock`, which the caller sets before the
+            first update, such as a day or a second of the data. It is never the machine's time, so that a run that is
+            repeated has the same rows.
+        max_rows: the most rows that a sweep leaves, at least 1; None: any number.
+        evict: which rows go first where there are more: ``"oldest"``: those named longest ago; ``"rarest"``: by the
+            fewest updates; ``"smallest"``: those whose weights have the smallest norm. Of equal rows the lower id goes.
+        keep: no sweep goes below this number of rows, by either rule: of the expired ones those named last stay.
+
+    Raises:
+        ValueError, TypeError: an argument out of range; `keep` above `max_rows`; an argument without a rule.
+
+    >>> Retention(expire=30, clock="event", keep=1000)
+    Retention(expire=30, clock='event', max_rows=None, evict='oldest', keep=1000)
+    """
+
+    expire: int | None = None
+    clock: Literal["step", "event"] = "step"
+    max_rows: int | None = None
+    evict: Literal["oldest", "rarest", "smallest"] = "oldest"
+    keep: int = 0
+
+    def __post_init__(self) -> None:
+        if self.expire is not None:
+            object.__setattr__(self, "expire", as_whole(self.expire, what="expire", low=1, high=_MOST))
+        if self.max_rows is not None:
+            object.__setattr__(self, "max_rows", as_whole(self.max_rows, what="max_rows", low=1, high=_MOST))
+        object.__setattr__(self, "keep", as_whole(self.keep, what="keep", low=0, high=_MOST))
+        if self.clock not in CLOCKS:
+            raise ValueError(f'clock must be "step" or "event", got {self.clock!r}')
+        if self.evict not in ORDERS:
+            raise ValueError(f'evict must be "oldest", "rarest" or "smallest", got {self.evict!r}')
+        if self.max_rows is not None and self.keep > self.max_rows:
+            raise ValueError(
+                f"keep={self.keep} is above max_rows={self.max_rows}: a sweep cannot leave at least the first and at "
+                "most the second"
+            )
+        if not self and (self.clock, self.evict, self.keep) != ("step", "oldest", 0):
+            raise ValueError("clock=, evict= and keep= say how rows go by expire= or max_rows=; give one of these")
+        if self.evict != "oldest" and self.max_rows is None:
+            raise ValueError(f"evict={self.evict!r} says which rows go where max_rows= is exceeded; give max_rows=")
+
+    def __bool__(self) -> bool:
+        """Return whether there is a rule."""
+        return self.expire is not None or self.max_rows is not None
+
+    def native(self) -> _native.Retention:
+        """Return the rules as the core takes them."""
+        return _native.Retention(
+            expire=self.expire or 0,
+            clock=CLOCKS.index(self.clock),
+            max_rows=self.max_rows or 0,
+            evict=ORDERS.index(self.evict),
+            keep=self.keep,
+        )
+
+    @classmethod
+    def from_native(cls, rules: _native.Retention) -> Self:
+        """Return the rules that the core has."""
+        return cls(
+            expire=rules.expire or None,
+            clock=cast("Literal['step', 'event']", CLOCKS[rules.clock]),
+            max_rows=rules.max_rows or None,
+            evict=cast("Literal['oldest', 'rarest', 'smallest']", ORDERS[rules.evict]),
+            keep=rules.keep,
+        )
