@@ -135,9 +135,12 @@ def hunt(mutant: Mutant, most: int, seed: int, seconds: float) -> tuple[bool, in
         chance = random.Random(seed)
         with mutant.recovering():
             end = life.disk.now()
+            # Half of the moments are those at which a commit appears: some bugs show at few others.
+            links = [moment for moment in range(end + 1) if "link " in life.disk.describe(moment)]
             ways = [(end, "all", "kept")]
-            for _ in range(most - 1):
-                ways.append((chance.randrange(end + 1), *chance.choice(SURE + CHANCE)))
+            for number in range(most - 1):
+                moment = chance.choice(links) if number % 2 else chance.randrange(end + 1)
+                ways.append((moment, *chance.choice(SURE + CHANCE)))
             for index, (moment, names, sectors) in enumerate(ways):
                 if not losses.lose(moment, names, sectors, index):
                     return True, len(losses.seen), losses.result.failures[0]
@@ -156,7 +159,7 @@ def run(size: Size) -> list[Result]:
         found = []
         for number, mutant in enumerate(mine):
             progress.show(number)
-            found.append((mutant.name, *hunt(mutant, most, size.seed, max(each, 15.0))))
+            found.append((mutant.name, *hunt(mutant, most, size.seed, max(each, 20.0))))
         return found
 
     result = Result("seeded bugs caught")
