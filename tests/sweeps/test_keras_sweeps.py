@@ -41,9 +41,11 @@ def test_a_loaded_model_keeps_the_rules_of_its_table(tmp_path: Path) -> None:
     layer.table.retention = bb.Retention(max_rows=1000)
     layer.get_config()["retention"]["max_rows"] = 3
     model.save(tmp_path / "model.keras")
+    layer.table.retention = bb.Retention(max_rows=2000)  # after the file was written
+    layer.table.update([3], np.ones((1, 4), np.float32))
     layer.table.close()
     table = keras.models.load_model(tmp_path / "model.keras").layers[0].table
-    assert table.retention == bb.Retention(max_rows=1000) and table.sweep().removed == 0
+    assert table.retention == bb.Retention(max_rows=2000) and table.sweep().removed == 0
     table.close()
 
 

@@ -163,7 +163,7 @@ def test_a_padding_row_stays(tmp_path: Path) -> None:
         optimizer = bt.Optimizer(layer)
         for step in range(6):
             if retention.clock == "event":
-                assert layer.table.clock == 20_000 + step  # also after the optimizer's rule made the table again
+                assert layer.table.clock == 20_000 + step
                 layer.table.clock += 1
             layer(torch.tensor([0, step + 1])).sum().backward()
             optimizer.step()
@@ -208,3 +208,18 @@ def test_a_run_whose_clock_went_back_is_divided_without_its_snapshots(tmp_path: 
         assert run.table("item").clock == 5 and run.table("item").contains([4, 5, 6, 90]).tolist() == [True] * 3 + [
             False
         ]
+
+
+def test_the_clock_stays_where_the_dense_optimizer_decides_the_rule(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    bt = pytest.importorskip("bunkbed.torch")
+    layer = bt.Embedding(None, 4, padding_idx=0, retention=bb.Retention(expire=2, clock="event"))
+    layer.table.clock = 20_000
+    before = layer.table
+    optimizer = bt.Optimizer(layer, dense=torch.optim.Adagrad(layer.parameters(), lr=0.1))
+    assert layer.table is not before and isinstance(layer.table.optimizer, bb.Adagrad)
+    assert layer.table.clock == 20_000
+    layer(torch.tensor([0, 5])).sum().backward()
+    optimizer.step()
+    layer.table.clock = 20_002
+    assert layer.table.sweep().expired == 1 and not layer.table.lookup([0]).any()

@@ -77,8 +77,8 @@ def bytes_of(table: Table) -> int:
 
 
 def rows_of(table: Table, slots: Sequence[str] | None = None) -> dict[str, Array]:
-    """Return all stored rows of some slots, as copies; None: of all slots."""
-    empty, with_usage = no_rows(table), table.usage_fields if slots is None else []
+    """Return all stored rows of some slots, with their usage, as copies; None: of all slots."""
+    empty, with_usage = no_rows(table), table.usage_fields
     slots = ("weight", *table.slots) if slots is None else slots
     parts = list(table.scan_fields([table.field(slot) for slot in slots] + with_usage, 65_536))
     ids = np.concatenate([empty["ids"], *(part[0] for part in parts)])

@@ -9,6 +9,7 @@ from bunkbed.adapters.ram_rows import is_in_ram, rows_of
 from bunkbed.adapters.tables import TableArguments, log_opening
 from bunkbed.core.optim import Optimizer
 from bunkbed.table.opening import path_lock
+from bunkbed.table.sweeps import as_usage
 from bunkbed.table.table import Table
 from bunkbed.torch.ranks.group import Ranks
 from bunkbed.torch.ranks.sharing import Sharing
@@ -75,4 +76,6 @@ class Maker:
             made.clock = clock
         if len(rows["ids"]) or self.ranks is not None:
             made.put(rows["ids"], rows["weight"], 0)
+            for field, _ in made.usage_fields:
+                made.put(rows["ids"], as_usage(*rows["usage"].T), field)
         return made
