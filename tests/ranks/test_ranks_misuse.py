@@ -189,6 +189,14 @@ def _other_hyperparameters(job: _Job) -> None:
     job.look_up()
 
 
+def _other_clocks(job: _Job) -> None:
+    """They differ by less than float64 tells apart."""
+    rules = bb.Retention(expire=3, clock="event")
+    table = bt.Embedding(None, DIM, retention=rules, **job.arguments).table
+    table.clock = (1 << 62) + job.rank
+    table.get(np.array([1]))
+
+
 def _going_back_to_nothing(job: _Job) -> None:
     job.make().table.rewind("nothing")
 
@@ -229,6 +237,7 @@ MISUSES: dict[Callable[[_Job], None], tuple[str, str]] = {
     _reads_of_two_slots: (2 * ("rank 0 is at a get of field 1 of table 0, 'table'; rank 1 is at a get of field 2",)),
     _sets_of_two_tables: (2 * ("rank 0 is at a set of field 0 of table 0, 'table'; rank 1 is at a set of field 0",)),
     _other_hyperparameters: (2 * ("rank 0 is at new hyperparameters of table 0; rank 1 is at a lookup",)),
+    _other_clocks: (2 * ("the ranks do not do the same",)),
     _going_back_to_nothing: (2 * ("ValueError: table 'table' keeps no commit 'nothing'",)),
     _going_back_to_two_commits: (2 * ("want to go back to different commits",)),
     _a_wrong_argument: (2 * ('placement must be "sharded" or "local"',)),
