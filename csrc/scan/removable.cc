@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cmath>
 
 #include "base/error.h"
 #include "base/fault.h"
@@ -68,7 +67,7 @@ Removable find_removable(Table& table, const Retention& retention, int64_t now, 
   const int64_t early = fault_is("expires_early") ? 1 : 0;
   Removable found;
   FirstRemovals first(std::max<size_t>(1, most));
-  Scan scan(&table, Scan::Part::kRecord);
+  Scan scan(&table, {table.fields().size()});  // the usage, which ends the record
   const Scan::Visit visit = [&](int64_t id, const std::byte* record) {
     const Usage usage = read_usage(record + usage_offset);
     ++found.rows;
@@ -93,8 +92,7 @@ Removable find_removable(Table& table, const Retention& retention, int64_t now, 
     }
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kBroken || table.changes() == scan.changes()) throw;
-    throw Error(ErrorKind::kBroken, "table '" + table.name() + "' was changed while its rows to remove were searched; sweep it "
-                                        "between two steps; nothing was changed");
+    throw changed_during_search(table.name());
   }
   found.first = first.take();
   found.changes = scan.changes();

@@ -61,11 +61,7 @@ struct Scan::ReadAhead {
   }
 };
 
-Scan::Scan(Table* table, const std::vector<size_t>& fields) : Scan(table, fields, Part::kWeights) {}
-
-Scan::Scan(Table* table, Part part) : Scan(table, {}, part) {}
-
-Scan::Scan(Table* table, const std::vector<size_t>& fields, Part part)
+Scan::Scan(Table* table, const std::vector<size_t>& fields)
     : parts_(*table->parts_), table_(parts_.state), owner_pid_(::getpid()) {
   for (const size_t field : fields) fields_.push_back(table_.field(field));
   const auto guard = parts_.device.lock_written_back([this]()
@@ -75,10 +71,8 @@ Scan::Scan(Table* table, const std::vector<size_t>& fields, Part part)
   moves_ = table_.store->compactor().records_moved();
   // Whether frames have all wanted fields. A reader's frames have the weights alone.
   const size_t held = table_.store->frame_bytes();
-  is_in_frames_ = (part == Part::kWeights ? table_.weight_bytes : table_.payload_bytes) <= held &&
-                  std::all_of(fields_.begin(), fields_.end(), [&](const Field& f) {
-                    return f.offset + field_bytes(f) <= held;
-                  });
+  is_in_frames_ = std::all_of(fields_.begin(), fields_.end(),
+                              [&](const Field& f) { return f.offset + field_bytes(f) <= held; });
   Log* log = table_.store->log();
   if (log == nullptr) return;
   // The log now has every row's newest record and all frames are clean. So lookups during the scan append nothing:

@@ -27,23 +27,20 @@ namespace bunkbed {
 // Walks every stored row once, in log order. Fails when the table is changed meanwhile.
 class Scan {
  public:
-  // Returns these fields of each row. Takes the lock, as the other constructor does.
+  // Returns these fields of each row. Takes the lock.
   Scan(Table* table, const std::vector<size_t>& fields);
-  // For visit().
-  enum class Part { kWeights, kRecord };
-  Scan(Table* table, Part part);
   ~Scan();
   Scan(const Scan&) = delete;
   Scan& operator=(const Scan&) = delete;
   // Returns up to n rows; 0 at the end. values: for each field (n, its length). Takes the lock.
   size_t next(size_t n, int64_t* ids, std::span<float* const> values);
-  // Calls visit(id, record) for up to n rows, under the lock; returns their number, 0 at the end.
+  // Calls visit(id, record) for up to n rows, under the lock; returns their number, 0 at the end. A record has at least the
+  // bytes up to the end of the wanted fields.
   using Visit = std::function<void(int64_t id, const std::byte* record)>;
   size_t visit(size_t n, const Visit& visit);
   uint64_t changes() const { return changes_; }  // of the table, as Table::changes() counts them
 
  private:
-  Scan(Table* table, const std::vector<size_t>& fields, Part part);
   struct ReadAhead;  // all methods below require the lock
   void read_ahead() REQUIRES(table_.lock);
   void take(const Segment& segment, const ChunkTrailer& chunk) REQUIRES(table_.lock);

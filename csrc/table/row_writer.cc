@@ -24,6 +24,11 @@ constexpr size_t kCopyBlockBytes = 64u << 10;  // bytes that one thread copies a
 
 }  // namespace
 
+Error changed_during_search(const std::string& name) {
+  return Error(ErrorKind::kBroken, "table '" + name + "' was changed while its rows to remove were searched; sweep it between two "
+                                   "steps; nothing was changed");
+}
+
 // Throws an error that names the gradient that is not finite, or the id whose gradients overflow when summed.
 void RowWriter::not_finite(const Batch& batch, const int64_t* ids, size_t n, const float* grads) const {
   table_.check_finite(ids, n, grads, table_.spec.dim, "gradient");
@@ -291,8 +296,7 @@ Erased RowWriter::erase(const int64_t* ids, size_t n, std::optional<uint64_t> ch
   const auto guard = device_.lock_written_back([&]()
       NO_THREAD_SAFETY_ANALYSIS { return disk_.lock_for_tombstones(ids, n); });
   if (changes.has_value() && *changes != table_.changes) {
-    throw Error(ErrorKind::kBroken, "table '" + table_.name + "' was changed while its rows to remove were searched; sweep "
-                                        "it between two steps; nothing was changed");
+    throw changed_during_search(table_.name);
   }
   table_.store->disk().forget_admitted();  // no other call can take the room: this one has the lock
   table_.require_places(n);

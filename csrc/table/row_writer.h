@@ -7,7 +7,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <string>
 
+#include "base/error.h"
 #include "batch/batch.h"
 #include "format/record_update.h"
 #include "jobs/disk_room.h"
@@ -22,6 +24,9 @@ struct Erased {
   uint64_t rows = 0;
   uint64_t changes = 0;
 };
+
+// The error of a sweep whose table another thread changed between the search and the removal.
+Error changed_during_search(const std::string& name);
 
 class RowWriter {
  public:
