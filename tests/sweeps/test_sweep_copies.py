@@ -142,6 +142,11 @@ def test_checkpoints_of_tables_in_ram_have_ages(tmp_path: Path) -> None:
             assert (other.table.retention, other.table.clock) == (retention, layer.table.clock)
             assert other.table.sweep(dry_run=True) == expected
         assert copy.deepcopy(layer).table.sweep(dry_run=True) == expected
+        later = make(3)
+        if clock == "event":
+            later.table.clock = 90  # the clock goes back with the rows
+        later.load_state_dict(torch.load(tmp_path / "layer.pt"))
+        assert later.table.sweep(dry_run=True) == expected
         plain = bt.Embedding(None, 2, seed=3, optimizer=bb.SGD(lr=0.1))
         plain.load_state_dict(torch.load(tmp_path / "layer.pt"))
         assert np.array_equal(plain.table.lookup([3, 19]), layer.table.lookup([3, 19]))
@@ -223,3 +228,18 @@ def test_the_clock_stays_where_the_dense_optimizer_decides_the_rule(tmp_path: Pa
     optimizer.step()
     layer.table.clock = 20_002
     assert layer.table.sweep().expired == 1 and not layer.table.lookup([0]).any()
+
+
+def test_rows_that_were_saved_without_ages_get_that_of_the_load() -> None:
+    torch = pytest.importorskip("torch")
+    bt = pytest.importorskip("bunkbed.torch")
+    plain = bt.Embedding(None, 2, padding_idx=0, seed=3, optimizer=bb.SGD(lr=0.1))
+    for step in range(4):
+        plain.table.update([step + 1], np.ones((1, 2), np.float32))
+    layer = bt.Embedding(None, 2, padding_idx=0, seed=3, optimizer=bb.SGD(lr=0.1), retention=bb.Retention(expire=3))
+    layer.load_state_dict(plain.state_dict())
+    assert layer.table.step == 4 and layer.table.sweep(dry_run=True).ages == (bb.Bin(0, 0, 4),)
+    for _ in range(3):
+        layer.table.update([9], np.ones((1, 2), np.float32))
+    assert layer.table.sweep().expired == 4
+    assert not layer(torch.tensor([0])).any() and layer.table.contains([0]).all()

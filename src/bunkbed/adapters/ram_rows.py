@@ -168,9 +168,10 @@ def copy_of(table: Table) -> Table:
 
 
 def _set(table: Table, rows: Rows, facts: Facts) -> None:
-    if len(table) or table.step:
+    has_clock = table.retention.clock == "event"
+    if len(table) or table.step or (has_clock and table.clock > facts.clock):
         table.rewind(0)
-    if table.retention.clock == "event" and facts.clock >= 0:
+    if has_clock and facts.clock >= 0:
         table.clock = facts.clock
     if facts.step:
         table.core.update(np.empty(0, np.int64), np.empty((0, table.dim), np.float32), 0.0, facts.step)
