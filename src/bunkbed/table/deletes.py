@@ -83,8 +83,8 @@ class TableDeletes:
 
         A sweep is an ordinary change of the table at its present step, as `delete` is. It removes the same rows for
         every budget, number of threads and number of shards, and is durable with the next commit. Call it between two
-        steps. It reads the whole table once for each `ram` / 512 rows that go; while it searches, it
-        takes up to a tenth more memory than the budget. A padding row of a layer stays.
+        steps. It reads the whole table once for each `ram` / 512 rows that go; while it searches, it takes up to a
+        tenth more memory than the budget. A padding row of a layer stays.
 
         Args:
             dry_run: True: remove nothing; say what would go. A reader can do that, too. It reads as much.

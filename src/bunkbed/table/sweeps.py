@@ -21,7 +21,7 @@ from bunkbed.table.core import Core
 NEVER_GOES = 2**63 - 1
 #: Of the key of a row that has not expired.
 _NOT_EXPIRED = 1 << 63
-#: Rows found by one read of the table: by its budget, of which they take a twelfth while they are searched.
+#: Rows found by one read of the table: by its budget, of which they take a tenth while they are searched.
 _FEWEST_AT_ONCE, _BYTES_OF_RAM = 1 << 16, 512
 
 

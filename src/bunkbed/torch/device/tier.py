@@ -425,7 +425,7 @@ class DeviceTier(DeviceRows):
             return None
         assert batch.plan is not None
         times, counts = from_usage(self._usage[batch.plan.frames].view(np.float32))
-        now = number if self.table.retention.clock == "step" else self.table.clock
+        now = self.table.clock if self.table.spec.retention.clock else number  # a clock of events, or the step
         goes = times != NEVER_GOES
         counts += goes & (counts < 0xFFFFFFFF)
         return as_usage(np.where(goes, now, times), counts).view(np.uint8)
