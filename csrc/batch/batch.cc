@@ -290,4 +290,20 @@ void Batch::assign_parts(const int64_t* ids, size_t n, const uint32_t* members) 
   });
 }
 
+size_t Batch::write_numbers(size_t most, int64_t* out) const {
+  const size_t rows = num_unique();
+  int64_t* const order = std::copy(inverse_.begin(), inverse_.end(), out);
+  int64_t* const starts = std::copy(order_.begin(), order_.end(), order);
+  int64_t* const firsts = std::copy(offsets_.begin(), offsets_.begin() + static_cast<std::ptrdiff_t>(rows), starts);
+  size_t pieces = 0;
+  for (size_t u = 0; u < rows; ++u) pieces += (offsets_[u + 1] - offsets_[u] + most - 1) / most;
+  if (pieces == rows) return 0;
+  int64_t* piece = firsts + rows;
+  for (size_t u = 0, first = 0; u < rows; ++u) {
+    firsts[u] = static_cast<int64_t>(first);
+    for (size_t place = offsets_[u]; place < offsets_[u + 1]; place += most, ++first) *piece++ = static_cast<int64_t>(place);
+  }
+  return pieces;
+}
+
 }  // namespace bunkbed

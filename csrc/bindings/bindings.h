@@ -6,6 +6,7 @@
 
 #include <string>
 
+#include "base/error.h"
 #include "base/types.h"
 #include "bindings/without_gil.h"
 #include "table/table.h"
@@ -13,6 +14,7 @@
 namespace bunkbed {
 
 using Ids = nanobind::ndarray<const int64_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
+using IdsOut = nanobind::ndarray<int64_t, nanobind::ndim<1>, nanobind::c_contig, nanobind::device::cpu>;
 using FloatsIn = nanobind::ndarray<const float, nanobind::ndim<2>, nanobind::c_contig, nanobind::device::cpu>;
 using FloatsOut = nanobind::ndarray<float, nanobind::ndim<2>, nanobind::c_contig, nanobind::device::cpu>;
 using RecordsIn = nanobind::ndarray<const uint8_t, nanobind::ndim<2>, nanobind::c_contig, nanobind::device::cpu>;
@@ -21,6 +23,14 @@ using RecordsOut = nanobind::ndarray<uint8_t, nanobind::ndim<2>, nanobind::c_con
 InitSpec init_spec(const std::string& kind, double a, double b, uint64_t seed);
 // Makes a Python object that frees a block of allocate_array() with the last array over the block.
 nanobind::object own_block(void* address, size_t bytes);
+// Returns the most numbers of a batch or a plan whose pieces have at most `most` places; raises for 0.
+template <typename Numbered>
+size_t max_numbers(const Numbered& source, size_t most) {
+  if (most == 0) throw Error(ErrorKind::kInvalid, "a piece has at least one place, got 0");
+  return source.max_numbers(most);
+}
+// Raises unless `out` has room for so many numbers.
+void require_room(size_t numbers, const IdsOut& out);
 void bind_batch(nanobind::module_& m);
 void bind_losses(nanobind::module_& m);
 void bind_many(nanobind::module_& m);

@@ -16,7 +16,6 @@ namespace bunkbed {
 namespace {
 
 using Array = nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>;
-using IdsOut = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Plan = DeviceMap::Plan;
 
 // An array over memory that `owner` keeps alive.
@@ -48,6 +47,17 @@ void bind_device(nb::module_& m) {
                    "int64[E]: evicted dirty ids, to be written back before their frames are loaded.")
       .def_prop_ro("evict_frames", [](const Plan& plan) { return plan_array(plan, &Plan::Arrays::evict_frames); },
                    nb::rv_policy::automatic, "int64[E]: the frames to write them back from.")
+      .def(
+          "write_numbers",
+          [](const Plan& plan, size_t most, const IdsOut& out) {
+            require_room(max_numbers(plan, most), out);
+            const WithoutGil without_gil;
+            return plan.write_numbers(most, out.data());
+          },
+          "most"_a, "out"_a,
+          "Write frames [U], load_frames [L], evict_frames [E], and what write_numbers() of the batch writes, with the "
+          "frame of each id in place of inverse(). Return what that returns.")
+      .def("max_numbers", &max_numbers<Plan>, "most"_a, "The most numbers that write_numbers() writes.")
       .def(
           "positions",
           [](const Plan& plan, const IdsOut& out) {

@@ -16,7 +16,7 @@ namespace bunkbed {
 namespace {
 
 using BytesIn = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using IdsOut = nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>;
+using MadeIds = nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>;
 
 std::string_view view(const BytesIn& bytes) {
   return {reinterpret_cast<const char*>(bytes.data()), bytes.shape(0)};
@@ -24,10 +24,10 @@ std::string_view view(const BytesIn& bytes) {
 
 std::string_view view(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
 
-IdsOut array(std::vector<int64_t> values) {
+MadeIds array(std::vector<int64_t> values) {
   auto* kept = new std::vector<int64_t>(std::move(values));
   const nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<int64_t>*>(p); });
-  return IdsOut(kept->data(), {kept->size()}, owner);
+  return MadeIds(kept->data(), {kept->size()}, owner);
 }
 
 nb::bytes text_of(const Words& words) { return nb::bytes(words.text.data(), words.text.size()); }
@@ -73,7 +73,7 @@ void bind_text_rows(nb::module_& m) {
       "Return ids int64[N] in decimal: (bytes with a line feed after each id, int64[N] offsets of these line feeds).");
   m.def(
       "ids_of_words",
-      [](const nb::bytes& text, const Ids& ends) -> std::optional<IdsOut> {
+      [](const nb::bytes& text, const Ids& ends) -> std::optional<MadeIds> {
         std::optional<std::vector<int64_t>> ids;
         {
           const std::string_view words = view(text);

@@ -337,6 +337,15 @@ void DeviceMap::Plan::positions(int64_t* out) const {
   for (size_t i = 0; i < batch_->size(); ++i) out[i] = pinned_[inverse[i]];
 }
 
+size_t DeviceMap::Plan::write_numbers(size_t most, int64_t* out) const {
+  for (const ArrayVector<int64_t>* frames : {&arrays_->frames, &arrays_->load_frames, &arrays_->evict_frames}) {
+    out = std::copy(frames->begin(), frames->end(), out);
+  }
+  const size_t pieces = batch_->write_numbers(most, out);
+  positions(out);
+  return pieces;
+}
+
 void DeviceMap::Plan::release() {
   if (is_released_.exchange(true)) return;
   map_->release(*this);

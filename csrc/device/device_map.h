@@ -177,6 +177,12 @@ class DeviceMap::Plan {
   const Batch& batch() const { return *batch_; }  // must outlive the plan
   // Writes the frame of every id of the batch, in the batch's order.
   void positions(int64_t* out) const;
+  // Writes all that a device needs to know of the batch: frames, load_frames, evict_frames, and what
+  // Batch::write_numbers() writes, with positions() in place of inverse(). Returns what that returns.
+  size_t write_numbers(size_t most, int64_t* out) const;
+  size_t max_numbers(size_t most) const {
+    return arrays_->frames.size() + arrays_->load_frames.size() + arrays_->evict_frames.size() + batch_->max_numbers(most);
+  }
   // Takes the pins back; later calls do nothing.
   void release();
   // Call after the loads were executed. A plan that is destroyed before done() or release() was abandoned by an error

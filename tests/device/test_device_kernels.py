@@ -69,7 +69,7 @@ def test_triton_is_not_imported_where_it_is_of_no_use_or_crashes_the_process() -
         optimizer.step()
         assert layer.table.step == 1
         layer.table.close(commit=False)
-        assert "triton" not in sys.modules
+        assert "bunkbed.torch.device.kernels.code" not in sys.modules  # it imports Triton; torch may, too
 
         sys.modules["tensorflow"] = types.ModuleType("tensorflow")
         choice.has_triton = lambda: True
@@ -77,7 +77,7 @@ def test_triton_is_not_imported_where_it_is_of_no_use_or_crashes_the_process() -
         found = chooser.run(operations.Gather(4, 4, torch.float32), torch.ones(3, 4), torch.tensor([2]))
         assert found.tolist() == [[1.0] * 4]
         assert "TensorFlow was imported before Triton" in chooser.choices[0].reason, chooser.choices
-        assert "triton" not in sys.modules
+        assert "bunkbed.torch.device.kernels.code" not in sys.modules
     """
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 from pathlib import Path
 
@@ -78,6 +79,47 @@ def test_arrays_outlive_the_plan_and_keep_no_pins() -> None:
     assert load_ids.tolist() == [5, 6]
     assert out.tolist() == [frames[0], frames[1], frames[0]]
     assert device.find(int64(6, 7, 5)).tolist() == [frames[1], -1, frames[0]]
+
+
+def test_all_numbers_of_a_batch_and_its_plan_are_one_array() -> None:
+    """What a device needs for lookups and sums; rows that are in the batch more than `most` times come in pieces."""
+    table = make()
+    device = _native.DeviceMap(table.core, 8)
+    first = device.plan(table.core.batch(np.arange(8)))
+    first.mark_dirty()
+    first.release()
+    rng = np.random.default_rng(3)
+    for ids in (int64(9), int64(9, 8), int64(9, 8, 9, 9, 8, 9, 10, 9, 9), rng.integers(8, 14, 200), int64()):
+        batch = table.core.batch(ids)
+        plan = device.plan(batch)
+        for most in (1, 2, 3, 5, 64, ids.size + 1):
+            bounds, order = batch.offsets(), batch.order()
+            counts = -(-np.diff(bounds) // most)
+            firsts = np.cumsum(counts) - counts
+            pieces = [place for begin, end in itertools.pairwise(bounds) for place in range(begin, end, most)]
+            cut = [firsts, pieces] if counts.size and counts.max() > 1 else []
+            numbers = np.full(batch.max_numbers(most), -7)
+            assert batch.write_numbers(most, numbers) == (len(pieces) if cut else 0)
+            wanted = np.concatenate([batch.inverse(), order, bounds[:-1], *cut])
+            np.testing.assert_array_equal(numbers[: wanted.size], wanted)
+            assert (numbers[wanted.size :] == -7).all()
+
+            positions = np.empty(ids.size, np.int64)
+            plan.positions(positions)
+            wanted = np.concatenate(
+                [plan.frames, plan.load_frames, plan.evict_frames, positions, order, bounds[:-1], *cut]
+            )
+            numbers = np.full(plan.max_numbers(most), -7)
+            assert plan.write_numbers(most, numbers) == (len(pieces) if cut else 0)
+            np.testing.assert_array_equal(numbers[: wanted.size], wanted)
+            assert (numbers[wanted.size :] == -7).all()
+        plan.done()
+        plan.release()
+    batch = table.core.batch(int64(1, 1, 2))
+    with pytest.raises(ValueError, match="an array of 11 has no room for 12 numbers"):
+        batch.write_numbers(64, np.empty(11, np.int64))
+    with pytest.raises(ValueError, match="a piece has at least one place, got 0"):
+        batch.write_numbers(0, np.empty(99, np.int64))
 
 
 def test_what_does_not_fit_now_is_told_from_what_never_does() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -10,8 +13,22 @@ import bunkbed as bb
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import bunkbed.torch as bt  # noqa: E402
+from bunkbed.torch.device import window  # noqa: E402
 
 DIM, BATCH = 32, 2048
+
+
+class OnThisThread:
+    """In place of the thread of `lookahead`, whose memory torch's profiler does not see: runs the work at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def submit(self, work: Callable[..., None], *args: Any) -> None:
+        work(*args)
+
+    def shutdown(self, **_: Any) -> None:
+        pass
 
 
 def beside_the_budget(num_rows: int, frames: int, optimizer: bb.Optimizer, ahead: bool) -> float:
@@ -42,9 +59,13 @@ def beside_the_budget(num_rows: int, frames: int, optimizer: bb.Optimizer, ahead
     return (int(in_use.max()) - frames * record_bytes) / needed
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # of torch 2.11
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("optimizer", [bb.Adam(), bb.SGD()], ids=["adam", "sgd"])
-def test_training_takes_its_budget_and_what_a_batch_needs(optimizer: bb.Optimizer, ahead: bool) -> None:
+def test_training_takes_its_budget_and_what_a_batch_needs(
+    optimizer: bb.Optimizer, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(window, "ThreadPoolExecutor", OnThisThread)
     beside = {
         (num_rows, frames): beside_the_budget(num_rows, frames, optimizer, ahead)
         for num_rows in (50_000, 1_000_000)
@@ -53,6 +74,9 @@ def test_training_takes_its_budget_and_what_a_batch_needs(optimizer: bb.Optimize
     print(f"beside the budget, in records of a batch's rows, by rows of table and cache: {beside}")
     # Neither the cache nor the table has a part in it: a batch's records as they come and as they are updated, its
     # lookups, their gradients, and the sums of these. A record of Adam is three times the weights.
-    allowed = 3 if optimizer.slots else 6
+    allowed = 3.0 if optimizer.slots else 6.0
+    if ahead:  # and the numbers of two coming batches, at most eight of 8 bytes for each id
+        allowed += 2 * 64 / (4 * DIM * (1 + len(optimizer.slots)))
     assert max(beside.values()) <= allowed, beside
-    assert max(beside.values()) - min(beside.values()) < 0.2, beside
+    if not ahead:  # a small cache has not always room for two
+        assert max(beside.values()) - min(beside.values()) < 0.2, beside

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -270,3 +271,27 @@ def test_a_model_that_moves_between_backward_and_step(monkeypatch: pytest.Monkey
     assert contents(layer) == contents(plain)
     layer.table.close()
     plain.table.close()
+
+
+def test_a_lookup_waits_for_frames_that_another_thread_releases() -> None:
+    """The thread of `lookahead` takes the frames from a batch, and releases them a little later."""
+    layer = make_layer(device_cache=cache_of(8))
+    tier = layer._pending.require_tier()
+    _, batch = tier.lookup(np.arange(8))
+    is_releasing, plan = threading.Event(), batch.plan
+
+    class Slow:
+        def release(self) -> None:
+            is_releasing.set()
+            time.sleep(0.2)
+            plan.release()
+
+    batch.plan = Slow()
+    thread = threading.Thread(target=tier.release, args=([batch],))
+    thread.start()
+    assert is_releasing.wait(60)
+    found, other = tier.lookup(np.arange(8, 16))
+    thread.join(60)
+    assert found.numpy().tobytes() == layer.table.lookup(np.arange(8, 16)).tobytes()
+    other.let_go()
+    layer.table.close()

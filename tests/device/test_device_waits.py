@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -135,29 +134,20 @@ class Stream:
     def record_event(self) -> str:
         return self.name
 
+    def __enter__(self) -> None:
+        pass
 
-class Streams:
-    """Stands for a device's module."""
-
-    def __init__(self) -> None:
-        self.current = Stream("")
-
-    def current_stream(self, device: torch.device) -> Stream:
-        return self.current
-
-    def device(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def stream(self, stream: Stream) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
-def test_a_copy_waits_for_uses_on_every_stream() -> None:
+def test_a_copy_waits_for_uses_on_every_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads train and commit on streams of their own."""
-    link, streams, copies = Link(torch.device("cpu")), Streams(), Stream("copies")
-    link._module, link._stream = streams, copies
+    link, copies, current = Link(torch.device("cpu")), Stream("copies"), [Stream("")]
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: current[0])
+    link._stream = copies
     for name in ("training", "commit"):
-        streams.current = Stream(name)
+        current[0] = Stream(name)
         link.used()
     link.used()
     with link.copying():

@@ -42,6 +42,7 @@ class DeferredLink(Link):
         self._guard = threading.RLock()  # of the queue and of what it has landed
         self._in_copying = threading.local()
         self._unannounced: set[int] = set()
+        self._to_be: dict[int, Any] = {}  # of what `send` returned, by its memory
         WatchedRecords.join(self)
         self.links.append(self)
 
@@ -101,19 +102,24 @@ class DeferredLink(Link):
                 self._queue.popleft()[1]()
                 self.landed += 1
 
-    def up(self, values: Any) -> Any:
-        there = super().up(values)
+    def send(self, values: Any) -> Any:
+        there = super().send(values)
         if not self.is_copying:
             return there
         empty = torch.full_like(there, float("nan") if there.is_floating_point() else -1)
-        empty.to_be = there
+        self._to_be[empty.untyped_storage().data_ptr()] = there
         self.defer(lambda: empty.copy_(there))
         return empty
 
-    def down(self, values: Any) -> Any:
+    def to_be(self, view: Any) -> Any:
+        """Return what a part of a vector that `send` returned will hold."""
+        there = self._to_be[view.untyped_storage().data_ptr()]
+        return there[view.storage_offset() :][: len(view)]
+
+    def start_down(self, values: Any) -> Any:
         if self.is_copying:
             self.finish()
-        return super().down(values)
+        return super().start_down(values)
 
 
 class WatchedRecords(DeviceRecords):
@@ -145,8 +151,8 @@ class WatchedRecords(DeviceRecords):
 
     def write(self, frames: Any, records: Any) -> None:
         assert self.link.is_copying, "else it is not in order with other copies"
-        self.link.takes(frames.to_be)
-        self._raw.index_fill_(0, frames.to_be, POISON)
+        self.link.takes(self.link.to_be(frames))
+        self._raw.index_fill_(0, self.link.to_be(frames), POISON)
         write = super().write
         self.link.defer(lambda: write(frames, records), into_frames=True)
 

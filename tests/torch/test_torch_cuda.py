@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 ADAM = bb.Adam(lr=0.01)
 STEPS = [
-    bb.SGD(lr=0.1, weight_decay=0.1),
+    bb.SGD(lr=0.0005, weight_decay=0.1),
     bb.Adagrad(lr=0.1, weight_decay=0.01, decoupled=True),
     bb.RowwiseAdagrad(lr=0.1, weight_decay=0.01),
     ADAM,
@@ -100,7 +100,7 @@ def test_pending_rows_move_with_the_module() -> None:
 def trained(cache: Any, lookahead: bool, optimizer: Any = ADAM) -> tuple[Any, Any]:
     """Rows after training on the GPU with such a device cache, and the layer's statistics."""
     emb = Embedding(2000, 16, optimizer=optimizer, init=bb.Normal(std=0.1), seed=1, device_cache=cache)
-    model = torch.nn.ModuleDict({"emb": emb, "head": torch.nn.Linear(16, 1)}).to("cuda")
+    model = torch.nn.ModuleDict({"emb": emb, "head": torch.nn.Linear(16, 1, bias=False)}).to("cuda")
     torch.nn.init.constant_(model["head"].weight, 0.5)
     opt = Optimizer(model, dense=torch.optim.SGD(model.parameters(), lr=0.0))
     rng = np.random.default_rng(0)

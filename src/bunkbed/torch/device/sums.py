@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bunkbed.adapters.bag_gradients import BagGradients, IntArray
 from bunkbed.torch.device.base import capabilities
-from bunkbed.torch.device.base.batches import PIECE, DeviceBatch
+from bunkbed.torch.device.base.batches import DeviceBatch
 from bunkbed.torch.device.base.link import Link
 from bunkbed.torch.device.kernels.choice import chooser
 from bunkbed.torch.device.kernels.operations import SumPieces
@@ -21,8 +21,7 @@ from bunkbed.torch.device.kernels.operations import SumPieces
 
 def sum_rows(batch: DeviceBatch, grads: Tensor) -> Tensor:
     """Sum float32[N, dim] gradients of the ids of a batch to float32[U, dim] of its rows."""
-    order, starts = batch.segments()
-    return _sum_segments(order, starts, grads, batch, None)
+    return _sum_segments(batch.segments().order, grads, batch, None)
 
 
 def sum_bags(batch: DeviceBatch, bags: BagGradients, grads: Tensor, link: Link) -> Tensor:
@@ -34,8 +33,7 @@ def sum_bags(batch: DeviceBatch, bags: BagGradients, grads: Tensor, link: Link) 
         counts = link.up(np.maximum(lengths, 1).astype(np.float32))
         grads = grads / counts[:, None]
     weights = None if bags.weights is None else link.up(bags.weights[order])
-    _, starts = batch.segments()
-    return _sum_segments(link.up(bag_of), starts, grads, batch, weights)
+    return _sum_segments(link.up(bag_of), grads, batch, weights)
 
 
 def spread_bags(bags: BagGradients, grads: Tensor, link: Link) -> Tensor:
@@ -116,13 +114,13 @@ def _add_pairs(values: Tensor, bounds: IntArray, link: Link) -> Tensor:
     return sums.index_copy_(0, link.up(full), found)
 
 
-def _sum_segments(places: Tensor, starts: Tensor, grads: Tensor, batch: DeviceBatch, weights: Tensor) -> Tensor:
+def _sum_segments(places: Tensor, grads: Tensor, batch: DeviceBatch, weights: Tensor) -> Tensor:
     if not len(batch):
         return grads.new_empty((0, grads.shape[1]))
     device = capabilities.of(grads.device)
     if device.adds_in_order or not device.has_bags:
-        return add_segments(places, grads, starts, batch.batch.offsets(), weights, batch.link)
-    first, again = batch.pieces(PIECE)
+        return add_segments(places, grads, batch.segments().starts, batch.batch.offsets(), weights, batch.link)
+    _, _, first, again = batch.segments()
     if weights is None:
         return chooser.run(SumPieces(grads.shape[1]), grads, places, first, again)
     pool = torch.nn.functional.embedding_bag

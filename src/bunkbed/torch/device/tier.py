@@ -160,7 +160,7 @@ class DeviceTier(DeviceRows):
                     self._place(batch)
             with self._frames_lock:
                 if batch.is_here:  # no other thread emptied the cache in between
-                    self.link.wait(batch.ready, batch.frames, batch.positions)
+                    self.link.wait(batch.ready, batch.arrays)
                     values = gather(self._require_records())
                     self.link.used()
                     return values
@@ -263,6 +263,18 @@ class DeviceTier(DeviceRows):
         with self._lock:
             return self._records is not None and not self._lost and self._try_place(batch, number)
 
+    def release(self, batches: list[FramedBatch]) -> None:
+        """Release the frames of batches, for the thread of `lookahead`.
+
+        No step reads them meanwhile, and no placement finds frames that no batch has and that are pinned still.
+        """
+        with self._lock:
+            with self._frames_lock:
+                plans = [batch.take_plan() for batch in batches]
+            for plan in plans:
+                if plan is not None:
+                    plan.release()
+
     def expect(self, batch: FramedBatch) -> int:
         """Enter a coming batch; return its number in the map's window, or `_native.DeviceMap.WINDOW_FULL`."""
         if self._map is None:
@@ -306,13 +318,7 @@ class DeviceTier(DeviceRows):
         try:
             if plan is None:
                 return False
-            self._carry_out(plan)
-            positions = np.empty(batch.size, np.int64)
-            plan.positions(positions)
-            with self.link.copying():
-                batch.frames = self.link.up(plan.frames)
-                batch.positions = self.link.up(positions)
-                batch.ready = self.link.ready()
+            self._carry_out(batch, plan)
             plan.done()
         except BaseException:
             if plan is not None:
@@ -322,28 +328,34 @@ class DeviceTier(DeviceRows):
         self._placed.add(batch)
         return True
 
-    def _carry_out(self, plan: _native.DevicePlan) -> None:
-        records, link, native = self._require_records(), self.link, self.table.plain_core
-        loads = plan.load_ids
-        if loads.size:
-            coming = link.host_memory((loads.size, records.words), torch.int32)
-            if self._usage is None:
-                native.gather_records(loads, coming.numpy().view(np.uint8))
-            else:
-                whole = np.empty((loads.size, self.table.record_bytes), np.uint8)
-                native.gather_records(loads, whole)
-                coming.numpy().view(np.uint8)[...] = whole[:, : records.words * 4]
-                arriving = whole[:, records.words * 4 :]
-        going = plan.evict_ids
-        if going.size:
-            with link.copying():
-                victims = link.down(records.read(link.up(plan.evict_frames)))
-            native.scatter_records(going, self._whole(victims, plan.evict_frames))
-        if loads.size:
-            with link.copying():
-                records.write(link.up(plan.load_frames), link.up(coming))
-            if self._usage is not None:
+    def _carry_out(self, batch: FramedBatch, plan: _native.DevicePlan) -> None:
+        records, link = self._require_records(), self.link
+        loads, going = plan.load_ids, plan.evict_ids
+        host = batch.packed_with(plan)
+        with link.copying():
+            to_load, to_evict = batch.unpack_with(plan, link.send(host))
+            # The device copies the victims while the host reads the rows to load.
+            leave = link.start_down(records.read(to_evict)) if going.size else None
+            coming, arriving = self._load(loads) if loads.size else (None, None)
+            if leave is not None:
+                self.table.plain_core.scatter_records(going, self._whole(leave(), plan.evict_frames))
+            if coming is not None:
+                records.write(to_load, link.send(coming))
+            if arriving is not None and self._usage is not None:
                 self._usage[plan.load_frames] = arriving
+        batch.ready = link.ready()
+
+    def _load(self, ids: IntArray) -> tuple[Tensor, Bytes | None]:
+        """Return records of the table for the device, int32[N, words], and the usage of these rows."""
+        words = self._require_records().words
+        records, native = self.link.host_memory((ids.size, words), torch.int32), self.table.plain_core
+        if self._usage is None:
+            native.gather_records(ids, records.numpy().view(np.uint8))
+            return records, None
+        whole = np.empty((ids.size, self.table.record_bytes), np.uint8)
+        native.gather_records(ids, whole)
+        records.numpy().view(np.uint8)[...] = whole[:, : words * 4]
+        return records, whole[:, words * 4 :]
 
     def _whole(self, records: Tensor, frames: IntArray) -> Bytes:
         """Return records from the device as the table has them: with the usage of the rows in these frames."""
@@ -367,7 +379,9 @@ class DeviceTier(DeviceRows):
                 if batch.is_here:
                     self._take_step(batch, self._stepped(batch, sums, lr, number), lr, number)
                     break
-        batch.let_go()  # a second step with the same gradients is rare, and places the batch again
+        batch.is_stepped = True
+        if not batch.is_kept:  # a second step with the same gradients is rare, and places the batch again
+            batch.let_go()
 
     def _step_in_pieces(self, batch: FramedBatch, sums: Tensor, lr: float, number: int) -> None:
         unique, frames = batch.unique(), self._require_records().frames
@@ -391,7 +405,7 @@ class DeviceTier(DeviceRows):
 
     def _stepped(self, batch: FramedBatch, sums: Tensor, lr: float, number: int) -> Tensor:
         records, optimizer = self._require_records(), self.table.optimizer
-        self.link.wait(batch.ready, batch.frames)
+        self.link.wait(batch.ready, batch.arrays)
         ids = self.link.up(batch.unique()) if records.is_narrow else None
         return records.stepped(
             optimizer,

@@ -62,7 +62,7 @@ class TransferTier(DeviceRows):
         batch = self._batch(ids)
         assert isinstance(batch, SentBatch)
         self._send_what_changed(batch)
-        self.link.wait(batch.ready, batch.rows)
+        self.link.wait(batch.ready, batch.rows, batch.arrays)
         rows = batch.rows
         batch.let_go()
         return rows, batch
@@ -114,9 +114,11 @@ class TransferTier(DeviceRows):
     def _bring(self, batch: SentBatch) -> None:
         with self._lock:
             as_of = self._steps
+        numbers = batch.packed()
         with self.link.copying():
+            batch.unpack(self.link.send(numbers))
             batch.rows = self._send(batch.unique(), touch=True)
-            batch.ready = self.link.ready()
+        batch.ready = self.link.ready()
         batch.as_of = as_of
 
     # ---- for `lookahead`
@@ -125,6 +127,11 @@ class TransferTier(DeviceRows):
         """Copy the rows of a coming batch to the device."""
         self._bring(batch)
         return True
+
+    def release(self, batches: list[SentBatch]) -> None:
+        """Drop the copies of batches."""
+        for batch in batches:
+            batch.let_go()
 
     def expect(self, batch: SentBatch) -> int:
         """Return 0: only the table's own window plans."""

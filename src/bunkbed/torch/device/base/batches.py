@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-import numpy as np
+import torch
 from torch import Tensor
 
 from bunkbed import _native
 from bunkbed.adapters.bag_gradients import IntArray
 from bunkbed.torch.base.types import DeviceHandle
+from bunkbed.torch.device.base import capabilities
 from bunkbed.torch.device.base.link import Link
 
 #: Most gradients of one row that a device adds one after another. It adds more in pieces of this size and then adds the
@@ -24,19 +25,54 @@ class HasLink(Protocol):
     link: Link
 
 
-class DeviceBatch:
-    """Ids that are deduplicated once for a lookup, the sums of its gradients and the step."""
+class Segments(NamedTuple):
+    """The places of each row in a batch, on the device, as sums of gradients need them.
 
-    __slots__ = ("__weakref__", "_inverse", "_offsets", "_order", "_tier", "batch", "ready", "size")
+    Attributes:
+        order: int64[N], the places grouped by row, ascending in each.
+        starts: int64[U], the start of each row in `order`.
+        pieces: int64[P], the start of each piece of at most `PIECE` places; `starts` if the device adds without pieces
+            or no row is cut.
+        firsts: int64[U], the first piece of each row, or None if no row is cut.
+    """
+
+    order: Tensor
+    starts: Tensor
+    pieces: Tensor
+    firsts: Tensor
+
+
+class DeviceBatch:
+    """Ids that are deduplicated once for a lookup, the sums of its gradients and the step.
+
+    One copy brings all the numbers of a batch to the device: to start a copy takes longer than to make it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_inverse",
+        "_pieces",
+        "_segments",
+        "_tier",
+        "arrays",
+        "batch",
+        "is_kept",
+        "is_stepped",
+        "ready",
+        "size",
+    )
 
     def __init__(self, batch: _native.Batch, size: int, tier: HasLink) -> None:
         self.batch = batch  # of the core
         self.size = size  # number of ids, with repetitions
         self.ready: DeviceHandle = None  # see `Link.wait`
         self._tier = tier
+        self.is_kept = False  # whether the window of `lookahead` releases it; else the step does
+        self.is_stepped = False  # whether a step used it
+        self.arrays: Tensor = None  # all that was copied at once, for `Link.wait`
         self._inverse: Tensor = None
-        self._order: Tensor = None
-        self._offsets: Tensor = None
+        self._pieces = 0  # of the segments; 0 if no row is cut
+        self._segments: Segments | None = None
 
     @property
     def link(self) -> Link:
@@ -67,43 +103,38 @@ class DeviceBatch:
             self._inverse = link.up(self.batch.inverse())
         return self._inverse
 
-    def segments(self) -> tuple[Tensor, Tensor]:
-        """Return places in the batch grouped by row, int64[N], and each row's start, int64[U], on the device."""
-        link = self._tier.link
-        if self._order is None or self._order.device != link.device:
-            self._order = link.up(self.batch.order())
-            self._offsets = link.up(self.batch.offsets()[:-1])
-        return self._order, self._offsets
+    def segments(self) -> Segments:
+        """Return the places of each row, on the device."""
+        if self._segments is None or self._segments.order.device != self._tier.link.device:
+            self.unpack(self._tier.link.send(self.packed()))
+        assert self._segments is not None
+        return self._segments
 
-    def pieces(self, most: int) -> tuple[Tensor, Tensor]:
-        """Cut `segments` into pieces of at most `most` places, on the device.
+    def packed(self) -> Tensor:
+        """Return all numbers of the batch in host memory, int64; `unpack` takes the device's copy."""
+        return self._packed(self.batch)
 
-        Returns:
-            The start of each piece, int64[P], and the first piece of each row, int64[U], or None if no row was cut.
-        """
-        first, again = cut(self.batch.offsets(), most)
-        if again is None:
-            return self.segments()[1], None
-        up = self._tier.link.up
-        return up(first), up(again)
+    def _packed(self, source: _native.Batch | _native.DevicePlan) -> Tensor:
+        device = capabilities.of(self._tier.link.device)
+        most = self.size + 1 if device.adds_in_order or not device.has_bags else PIECE
+        host = self._tier.link.host_memory((source.max_numbers(most),), torch.int64)
+        self._pieces = source.write_numbers(most, host.numpy())
+        return host
 
+    def unpack(self, arrays: Tensor) -> None:
+        """Take the device's copy of `packed`."""
+        self._inverse = self._unpacked(arrays, [])[0]
 
-def cut(bounds: IntArray, most: int) -> tuple[IntArray, IntArray | None]:
-    """Cut segments into pieces of at most `most` places.
-
-    Args:
-        bounds: int64[U + 1], the start of each segment, then the end of the last one; no segment is empty.
-        most: at least 1.
-
-    Returns:
-        The start of each piece, int64[P], and the first piece of each segment, int64[U], or None if none was cut.
-    """
-    counts = -(-np.diff(bounds) // most)
-    if counts.size == 0 or counts.max() == 1:
-        return bounds[:-1], None
-    firsts = np.cumsum(counts) - counts
-    within = np.arange(counts.sum(), dtype=np.int64) - np.repeat(firsts, counts)
-    return np.repeat(bounds[:-1], counts) + within * most, firsts
+    def _unpacked(self, arrays: Tensor, before: list[int]) -> list[Tensor]:
+        """Take the segments; return the arrays of lengths `before` that come first, and the row or frame of each id."""
+        rows, pieces = len(self), self._pieces
+        sizes = [*before, self.size, self.size, rows, *([rows, pieces] if pieces else [])]
+        parts = torch.split_with_sizes(arrays, [*sizes, arrays.numel() - sum(sizes)])  # the last one is not used
+        at = len(before) + 1
+        order, starts = parts[at : at + 2]
+        firsts, begins = parts[at + 2 : at + 4] if pieces else (None, starts)
+        self.arrays, self._segments = arrays, Segments(order, starts, begins, firsts)
+        return list(parts[:at])
 
 
 class FramedBatch(DeviceBatch):
@@ -125,12 +156,27 @@ class FramedBatch(DeviceBatch):
         """Whether its rows are pinned in `frames`."""
         return self.plan is not None
 
+    def packed_with(self, plan: _native.DevicePlan) -> Tensor:
+        """Return all numbers of the batch and of its plan in host memory, int64; `unpack_with` takes the copy."""
+        return self._packed(plan)
+
+    def unpack_with(self, plan: _native.DevicePlan, arrays: Tensor) -> tuple[Tensor, Tensor]:
+        """Take the device's copy of `packed_with`; return the frames to load, int64[L], and to evict, int64[E]."""
+        before = [len(self), plan.load_ids.size, plan.evict_ids.size]
+        self.frames, load, evict, self.positions = self._unpacked(arrays, before)
+        return load, evict
+
     def let_go(self) -> None:
         """Release the frames."""
-        plan, self.plan = self.plan, None
-        self.frames = self.positions = self.ready = None
+        plan = self.take_plan()
         if plan is not None:
             plan.release()
+
+    def take_plan(self) -> _native.DevicePlan | None:
+        """Return the plan, which the caller releases; the batch has no frames afterwards."""
+        plan, self.plan = self.plan, None
+        self.frames = self.positions = self.ready = self.arrays = None
+        return plan
 
 
 class SentBatch(DeviceBatch):
@@ -150,4 +196,4 @@ class SentBatch(DeviceBatch):
 
     def let_go(self) -> None:
         """Drop the copy."""
-        self.rows = self.ready = None
+        self.rows = self.ready = self.arrays = None

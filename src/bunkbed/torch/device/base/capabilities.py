@@ -138,13 +138,12 @@ def _moves_records(device: torch.device) -> bool:
 
 
 def _has_streams(device: torch.device) -> bool:
-    module = torch.get_device_module(device)
     if device.type not in ("cuda", "xpu") or not torch.empty(1, pin_memory=True).is_pinned():
         return False
-    stream = module.Stream(device)
-    with module.device(device), module.stream(stream):
+    stream = torch.Stream(device)
+    with stream:
         event = stream.record_event()
-    module.current_stream(device).wait_event(event)
+    torch.accelerator.current_stream(device.index).wait_event(event)
     stream.synchronize()
     return True
 

@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -34,42 +35,45 @@ class Link:
         self.bytes_up = 0
         self.bytes_down = 0
         self.delay = delay
-        self._module: DeviceHandle = torch.get_device_module(device) if capabilities.of(device).has_streams else None
-        self._stream: DeviceHandle = None if self._module is None else self._module.Stream(device)
+        self._stream: DeviceHandle = torch.Stream(device) if capabilities.of(device).has_streams else None
         self._used: dict[DeviceHandle, DeviceHandle] = {}  # last use by stream: each thread may use a stream of its own
         self._copied: DeviceHandle = None
 
     def used(self) -> None:
         """Make later copies wait for the work issued so far on the current stream, which uses frames."""
-        if self._module is not None:
-            stream = self._module.current_stream(self.device)
+        if self._stream is not None:
+            stream = self._current_stream()
             self._used[stream] = stream.record_event()
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
         """Run the operations within on the stream of the copies, after every use of frames so far."""
-        if self._module is None:
+        if self._stream is None:
             yield
             return
-        with self._module.device(self.device), self._module.stream(self._stream):
+        with self._stream:  # makes its device the current one, too
             for event in list(self._used.values()):
                 self._stream.wait_event(event)
             yield
             self._copied = self._stream.record_event()
 
     def ready(self) -> DeviceHandle:
-        """Return an event after the copies so far, for `wait`; None without streams."""
-        return None if self._stream is None else self._stream.record_event()
+        """Return an event after the copies of `copying` contexts that ended, for `wait`; None without streams."""
+        return self._copied
 
     def wait(self, ready: DeviceHandle, *made: Tensor) -> None:
         """Make the current stream wait for the copies up to `ready`, and record that it uses the tensors `made`."""
-        if self._module is None:
+        if self._stream is None:
             return
-        stream = self._module.current_stream(self.device)
+        stream = self._current_stream()
         if ready is not None:
             stream.wait_event(ready)
         for tensor in made:
             tensor.record_stream(stream)
+
+    def _current_stream(self) -> DeviceHandle:
+        # An index: torch takes several times as long to resolve a device.
+        return torch.accelerator.current_stream(self.device.index)
 
     def wait_for_all(self) -> None:
         """Make the current stream wait for every copy so far."""
@@ -84,29 +88,39 @@ class Link:
         """Return a host tensor, pinned if the device has streams, so that its copies run concurrently."""
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self._stream is not None)
 
-    def up(self, values: Tensor) -> Tensor:
-        """Return a host tensor or array on the device, made on the current stream. On a CPU it may share the memory."""
-        tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+    def up(self, values: npt.NDArray[np.generic]) -> Tensor:
+        """Return a host array on the device, made on the current stream. On a CPU it may share the memory."""
+        tensor = torch.from_numpy(values)
+        return self.send(tensor if self._stream is None else tensor.pin_memory())
+
+    def send(self, values: Tensor) -> Tensor:
+        """Return a tensor of `host_memory` on the device, as `up` does."""
         if self.delay is not None:
             self.delay("up")
-        self.bytes_up += tensor.nbytes
-        if self._stream is None:
-            return tensor.to(self.device)
-        if not tensor.is_pinned():
-            tensor = tensor.pin_memory()
-        return tensor.to(self.device, non_blocking=True)
+        self.bytes_up += values.nbytes
+        return values.to(self.device, non_blocking=self._stream is not None)
 
     def down(self, values: Tensor) -> Tensor:
         """Return a device tensor in host memory, after the copy is complete."""
+        return self.start_down(values)()
+
+    def start_down(self, values: Tensor) -> Callable[[], Tensor]:
+        """Start to copy a device tensor to host memory; return a function that waits for the copy and returns it."""
         if self.delay is not None:
             self.delay("down")
         self.bytes_down += values.nbytes
         if self._stream is None:
-            return values.to("cpu")
+            host = values.to("cpu")
+            return lambda: host
         host = self.host_memory(values.shape, values.dtype)
         host.copy_(values, non_blocking=True)
-        self._module.current_stream(self.device).synchronize()
-        return host
+        copied = self._current_stream().record_event()
+
+        def finish() -> Tensor:
+            copied.synchronize()
+            return host
+
+        return finish
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -16,8 +16,9 @@ A trial runs in the order of the current stream, draws no numbers from torch's g
 caller. While a CUDA graph is captured, no trial runs and all operations are plain. On other devices than CUDA all
 operations are plain.
 
-The kernels were checked under Triton's interpreter, and in the assembly that its compiler makes for sm_80, sm_90 and
-sm_100 (tests/device/kernel_cases_*.py), but on no card.
+The kernels were checked under Triton's interpreter, in the assembly that its compiler makes for sm_80, sm_90 and sm_100
+(tests/device/kernel_cases_*.py), and on an H200 (tests/torch/test_torch_cuda.py). There only the step is faster than
+plain operations, whose launches cost less than Triton's.
 
 So the choice changes speed, never rows. `chooser.choices` lists the decisions, and `chooser.forced` overrides them, for
 tests.
@@ -40,6 +41,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bunkbed.torch.device.kernels import launch
 from bunkbed.torch.device.kernels.operations import Operation
 
 _log = logging.getLogger("bunkbed.torch.device")
@@ -125,7 +127,7 @@ class Chooser:
         if choice is not None and not choice.is_kernel:
             return False
         if device.type == "cuda":
-            with torch.cuda.device(device):
+            with launch.on_device(device):
                 if torch.cuda.is_current_stream_capturing():
                     return False
         if choice is None:
@@ -137,7 +139,7 @@ class Chooser:
         if not has_triton():
             return self._decide(operation, device, False, "triton is not installed")
         try:
-            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            with launch.on_device(device):
                 if not self._is_equal(operation, device):
                     reason = "the kernel has other bits than plain operations"
                     return self._decide(operation, device, False, reason, is_worth_a_warning=True)

@@ -32,7 +32,7 @@ def gather(source: Tensor, index: Tensor) -> Tensor:
     count, width = len(index), source.shape[1]
     out = torch.empty((count, width), dtype=source.dtype, device=source.device)
     rows, cols = tile(width)
-    with _on(source.device):
+    with on_device(source.device):
         code.gather[_grid(count, rows, width, cols)](
             _dense_rows(source), index.contiguous(), out, count, source.stride(0), width, rows, cols, **OPTIONS
         )
@@ -44,7 +44,7 @@ def scatter(target: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     code = _code()
     count, width = len(index), target.shape[1]
     tile_rows, cols = tile(width)
-    with _on(target.device):
+    with on_device(target.device):
         code.scatter[_grid(count, tile_rows, width, cols)](
             _dense_rows(target), index.contiguous(), rows.contiguous(), count, target.stride(0), width, tile_rows, cols,
             **OPTIONS,
@@ -67,7 +67,7 @@ def sum_pieces(grads: Tensor, places: Tensor, starts: Tensor, end: int) -> Tenso
     rows, cols = tile(width)
     grads, has_places = grads.contiguous(), places is not None
     places = places.contiguous() if has_places else starts
-    with _on(grads.device):
+    with on_device(grads.device):
         code.sum_pieces[_grid(count, rows, width, cols)](
             grads, places, starts.contiguous(), out, count, end, width, has_places, rows, cols, **OPTIONS
         )
@@ -101,7 +101,7 @@ def update(
     tensors = _dense_rows(records).view(torch.float32), frames.contiguous(), grads.contiguous(), new
     numbers = [constants.step_size, constants.eps, constants.decay, constants.keep]
     rows, cols = tile(dim)
-    with _on(records.device):
+    with on_device(records.device):
         if rule == "rowwise":
             code.update_rowwise[_grid(count, rows, 1, 1)](
                 *tensors, count, *numbers, dim, words, has_decay, has_keep, rows, cols, **OPTIONS
@@ -130,6 +130,7 @@ def _dense_rows(rows: Tensor) -> Tensor:
     return rows
 
 
-def _on(device: torch.device) -> AbstractContextManager[object]:
+def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Return a context that makes `device` current, as Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    is_current = device.type != "cuda" or device.index == torch.cuda.current_device()
+    return contextlib.nullcontext() if is_current else torch.cuda.device(device)

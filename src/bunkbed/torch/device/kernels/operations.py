@@ -21,7 +21,7 @@ from torch import Tensor
 
 from bunkbed.core import optim
 from bunkbed.core.optim import Optimizer
-from bunkbed.torch.device.base.batches import PIECE, cut
+from bunkbed.torch.device.base.batches import PIECE
 from bunkbed.torch.device.base.update_rules import StepConstants, step_constants, update_rows
 from bunkbed.torch.device.kernels import launch
 
@@ -117,7 +117,7 @@ class Scatter:
 class SumPieces:
     """Sums of equal ids' gradients (sums.py): ``(grads, places, first, again)`` to float32[U, width].
 
-    `first` and `again` are `DeviceBatch.pieces`: each piece is summed in order, then the pieces of each row.
+    `first` and `again` are `Segments.pieces` and `firsts`: each piece is summed in order, then the pieces of each row.
     """
 
     width: int
@@ -145,14 +145,12 @@ class SumPieces:
         rows = _rows(self.width)
         ids = np.sort(_skewed(rng, rows, rows))
         bounds = np.append(np.flatnonzero(np.diff(ids, prepend=-1)), rows)
-        first, again = cut(bounds, PIECE)
+        counts = -(-np.diff(bounds) // PIECE)
+        again = np.cumsum(counts) - counts
+        within = np.arange(counts.sum()) - np.repeat(again, counts)
+        first = np.repeat(bounds[:-1], counts) + within * PIECE
         grads = torch.from_numpy(_floats(rng, (rows, self.width)))
-        return (
-            grads,
-            torch.from_numpy(rng.permutation(rows)),
-            torch.from_numpy(first),
-            None if again is None else torch.from_numpy(again),
-        )
+        return grads, torch.from_numpy(rng.permutation(rows)), torch.from_numpy(first), torch.from_numpy(again)
 
     def finish(self, made: Tensor, *args: Any) -> Tensor:
         """See `Operation`."""
