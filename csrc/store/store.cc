@@ -14,7 +14,6 @@ namespace {
 
 constexpr size_t kAppendBatch = 1024;  // records appended at once
 constexpr size_t kFlushBytes = 1u << 20;
-constexpr size_t kFramesAtOnce = 16u << 10;  // frames that a load takes at once: their victims are sorted together
 
 }  // namespace
 
@@ -318,81 +317,6 @@ bool Store::place_for_update(const Batch& batch) {
   rows_.place(batch, true);
   write_frozen_frames(batch.placement().frames.data(), batch.num_unique());
   return true;
-}
-
-Store::Staging Store::begin_staging(const int64_t* rows, size_t n, uint32_t batch) {
-  Staging staging;
-  std::vector<Entry> entries(n);
-  directory_->locate(rows, n, entries.data());
-  const size_t most = cache_.capacity() / 2;
-  size_t wanted = std::min(most - std::min(most, frames_staging_),
-                           static_cast<size_t>(std::count_if(entries.begin(), entries.end(), is_position)));
-  std::vector<uint32_t> fresh;  // frames for the next rows
-  size_t used = 0;
-  std::vector<ReadRequest> requests;
-  std::vector<uint32_t> copied;  // pinned until the end of this function, so that none is evicted for another row
-  const auto release_copied = [&] {
-    for (const uint32_t frame : copied) hold_staged(frame);
-  };
-  try {
-    for (; staging.looked < n; ++staging.looked) {
-      const Entry entry = entries[staging.looked];
-      if (!is_position(entry)) continue;
-      if (used == fresh.size()) {
-        fresh = take_frames(std::min(kFramesAtOnce, wanted), batch);
-        used = 0;
-        wanted -= fresh.size();
-        if (fresh.empty()) break;
-      }
-      const uint32_t frame = fresh[used++];
-      const int64_t row = rows[staging.looked];
-      hold_row(frame, row);
-      FrameInfo& info = cache_.info(frame);
-      info.position = position_of(entry);
-      directory_->set(row, entry_of_frame(frame));
-      if (const std::byte* payload = log_->pending(info.position)) {
-        std::memcpy(cache_.record(frame), payload, frame_bytes_);
-        copied.push_back(frame);
-        continue;
-      }
-      info.loading = 1;
-      staging.frames.push_back(frame);
-      ++frames_staging_;
-      requests.push_back({info.position, row, cache_.record(frame)});
-    }
-    staging.plan = log_->reads().plan(std::move(requests));
-  } catch (...) {
-    release_unused(fresh, used);
-    release_copied();
-    end_staging(staging, true);
-    throw;
-  }
-  release_copied();
-  staging.copied = copied.size();
-  return staging;
-}
-
-// Unpins a frame whose record was staged, and counts it as a miss of a coming step.
-void Store::hold_staged(uint32_t frame) {
-  cache_.info(frame).pinned = 0;
-  cache_.mark_staged(frame);
-  ++stats_.misses;
-  ++stats_.unique_rows;
-}
-
-void Store::end_staging(const Staging& staging, bool failed) {
-  frames_staging_ -= staging.frames.size();
-  for (const uint32_t frame : staging.frames) {
-    FrameInfo& info = cache_.info(frame);
-    info.loading = 0;
-    if (failed) {
-      info.pinned = 0;
-      directory_->set(info.row, entry_of_position(info.position));
-      cache_.release(frame);
-    } else {
-      hold_staged(frame);
-    }
-  }
 }
 
 uint32_t Store::expect(const int64_t* rows, size_t n, size_t most_bytes) {

@@ -38,6 +38,8 @@
 
 namespace bunkbed {
 
+inline constexpr size_t kFramesAtOnce = 16u << 10;  // frames that a load takes at once: their victims are sorted together
+
 class Store {
  public:
   // A frame has the first `frame_bytes` of a record: all of it, or the weights alone in a reader.
