@@ -25,6 +25,8 @@ inline bool set_fault(const char* name) {
       // Values.
       "lost_write_back", "stale_read", "double_update",
       "lost_tombstone",  // a delete is not written to the log
+      "admission_without_step",  // a row that one step refused is refused by all
+      "admission_by_place",      // whether a row is admitted depends on its place in the batch
       // Threads; csrc/stress must find these.
       "scan_misses_change",   // a scan goes on although the table was changed
       "lookup_without_lock",  // a large lookup releases the lock between its pieces

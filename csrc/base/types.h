@@ -47,15 +47,19 @@ enum class AgeClock : uint8_t { kStep = 0, kEvent = 1 };
 // Values are file format.
 enum class EvictFirst : uint8_t { kOldest = 0, kRarest = 1, kSmallest = 2 };
 
-// Which rows a sweep leaves (scan/removable.h). A table with a rule keeps the usage of each row in its record.
+// Which rows a sweep leaves (scan/removable.h), and which ones updates store. A table with a rule for sweeps keeps the
+// usage of each row in its record.
 struct Retention {
   int64_t expire = 0;    // a row that was not named for so many units of the clock goes; 0: no row goes by age
   AgeClock clock = AgeClock::kStep;
   int64_t max_rows = 0;  // the most rows that stay; 0: no bound
   EvictFirst evict = EvictFirst::kOldest;
   int64_t keep = 0;      // a sweep never leaves fewer rows
+  double admit = 0.0;    // the probability with which a step stores a row that is not stored (format/admission.h); 0: always
 
+  // Whether there is a rule for sweeps.
   bool is_set() const { return expire > 0 || max_rows > 0; }
+  bool has_admission() const { return admit > 0.0; }
   // The time of the clock of a new table. A clock of events must be set before rows are named.
   int64_t first_time() const { return clock == AgeClock::kEvent ? -1 : 0; }
   bool operator==(const Retention&) const = default;

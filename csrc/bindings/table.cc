@@ -82,6 +82,8 @@ nb::dict stats_values(const TableStats& s) {
   d["hits"] = s.store.hits;
   d["misses"] = s.store.misses;
   d["first_touches"] = s.store.first_touches;
+  d["admitted_rows"] = s.store.admitted_rows;
+  d["refused_rows"] = s.store.refused_rows;
   d["evictions"] = s.store.evictions;
   d["written_back"] = s.store.written_back;
   d["reads"] = s.log.reads;
@@ -171,15 +173,16 @@ void bind_table(nb::module_& m) {
   nb::class_<Retention>(m, "Retention", "The rules of a table by which rows go; 0 is no rule. See bunkbed.Retention.")
       .def(
           "__init__",
-          [](Retention* self, int64_t expire, int clock, int64_t max_rows, int evict, int64_t keep) {
-            new (self) Retention{expire, static_cast<AgeClock>(clock), max_rows, static_cast<EvictFirst>(evict), keep};
+          [](Retention* self, int64_t expire, int clock, int64_t max_rows, int evict, int64_t keep, double admit) {
+            new (self) Retention{expire, static_cast<AgeClock>(clock), max_rows, static_cast<EvictFirst>(evict), keep, admit};
           },
-          "expire"_a, "clock"_a, "max_rows"_a, "evict"_a, "keep"_a)
+          "expire"_a, "clock"_a, "max_rows"_a, "evict"_a, "keep"_a, "admit"_a)
       .def_ro("expire", &Retention::expire)
       .def_prop_ro("clock", [](const Retention& r) { return static_cast<int>(r.clock); })
       .def_ro("max_rows", &Retention::max_rows)
       .def_prop_ro("evict", [](const Retention& r) { return static_cast<int>(r.evict); })
-      .def_ro("keep", &Retention::keep);
+      .def_ro("keep", &Retention::keep)
+      .def_ro("admit", &Retention::admit);
 
   nb::class_<TableSpec>(m, "TableSpec", "The definition of a table in the core.")
       .def(

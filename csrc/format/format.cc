@@ -239,8 +239,10 @@ Bytes encode_manifest(const Manifest& m) {
   w.put<uint64_t>(0);  // bytes that follow before the checksum; filled in below
   const bool has_history = m.deletions_from > 0 || !m.rewinds.empty();
   const bool has_usage = m.retention.is_set();
-  w.put((m.reader_flags & ~(kReaderFlagHistory | kReaderFlagRetention)) | (has_history ? kReaderFlagHistory : 0) |
-        (has_usage ? kReaderFlagRetention : 0));
+  const bool has_admission = m.retention.has_admission();
+  w.put((m.reader_flags & ~(kReaderFlagHistory | kReaderFlagRetention | kReaderFlagAdmission)) |
+        (has_history ? kReaderFlagHistory : 0) | (has_usage ? kReaderFlagRetention : 0) |
+        (has_admission ? kReaderFlagAdmission : 0));
   w.put(m.writer_flags);
   w.raw(m.uuid.data(), m.uuid.size());
   w.put(m.epoch);
@@ -309,6 +311,7 @@ Bytes encode_manifest(const Manifest& m) {
     w.put(static_cast<uint8_t>(m.retention.evict));
     w.put<uint16_t>(0);
   }
+  if (has_admission) w.put(m.retention.admit);
   store<uint64_t>(out.data() + 16, out.size() - kManifestPrefixBytes);
   w.put(crc32c(0, out.data(), out.size()));
   return out;
@@ -428,6 +431,10 @@ Manifest decode_manifest(std::span<const std::byte> bytes, const std::string& pa
     if (m.deletions_from > m.next_version) r.malformed("it has tombstones from a version on that is not given out yet");
   }
   if (has_usage) read_retention(r, &m);
+  if ((m.reader_flags & kReaderFlagAdmission) != 0) {
+    m.retention.admit = r.get<double>();
+    if (!(m.retention.admit > 0.0 && m.retention.admit < 1.0)) r.malformed("its probability of admission is out of range");
+  }
   if (!r.at_end()) r.malformed("bytes follow its last field");
 
   if (m.fields.empty() || m.fields[0].name != "weight" || m.fields[0].length != m.dim || m.fields[0].offset != 0) {

@@ -124,6 +124,7 @@ struct Manifest {
   uint64_t deletions_from = 0;   // the segments have every tombstone from this version on; 0: no row was ever deleted
   std::vector<Rewind> rewinds;  // ascending; those of very long ago may be joined
   // ---- With kReaderFlagRetention; encode_manifest() sets the flag where there is a rule.
+  // `retention.admit` has a flag of its own, kReaderFlagAdmission.
   Retention retention;
   int64_t clock = 0;  // of the caller's events, -1 before it is set; 0 where the clock is the step
 
@@ -138,11 +139,14 @@ inline constexpr uint64_t kReaderFlagScratch = 2;
 inline constexpr uint64_t kReaderFlagHistory = 4;
 // Reader flag: records have the usage of their rows, and the manifest has the rules by which rows go.
 inline constexpr uint64_t kReaderFlagRetention = 8;
+// Reader flag: the manifest has the probability with which a step stores a row. A release without the flag would store all.
+inline constexpr uint64_t kReaderFlagAdmission = 16;
 // Writer flag: the table belongs to a run, which commits it with others.
 inline constexpr uint64_t kWriterFlagRun = 1;
 // Writer flag: a copy made this commit (copy.h). A writer's own commits do not have the flag.
 inline constexpr uint64_t kWriterFlagCopy = 2;
-inline constexpr uint64_t kKnownReaderFlags = kReaderFlagNarrowSlots | kReaderFlagScratch | kReaderFlagHistory | kReaderFlagRetention;
+inline constexpr uint64_t kKnownReaderFlags = kReaderFlagNarrowSlots | kReaderFlagScratch | kReaderFlagHistory |
+                                              kReaderFlagRetention | kReaderFlagAdmission;
 inline constexpr uint64_t kKnownWriterFlags = kWriterFlagRun | kWriterFlagCopy;
 
 bool has_narrow_slots(const std::vector<Field>& fields);

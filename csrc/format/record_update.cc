@@ -31,10 +31,11 @@ void RecordUpdate::step_rows(size_t from, size_t to, size_t count, const int64_t
   constexpr size_t kAheadBytes = 8192;
   const size_t ahead = std::clamp<size_t>(kAheadBytes / records.record_bytes, 4, 32);
   for (size_t i = from; i < to; ++i) {
-    if (i + ahead < count) {
+    if (i + ahead < count && frames[i + ahead] != RowPlaces::kNowhere) {
       const std::byte* const coming = records.base + frames[i + ahead] * records.stride;
       for (size_t at = 0; at < records.record_bytes && at < 1024; at += 64) __builtin_prefetch(coming + at, 1, 2);
     }
+    if (frames[i] == RowPlaces::kNowhere) continue;
     (*this)(rows[i], grads + i * dim_, records.base + frames[i] * records.stride);
   }
 }

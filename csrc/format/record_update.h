@@ -36,7 +36,8 @@ class RecordUpdate {
     }
   }
 
-  // Updates rows [from, to) of `count`, grads: float32[count, dim], frames: (count). Prefetches rows from `to` on too.
+  // Updates rows [from, to) of `count`, grads: float32[count, dim], frames: (count), those in RowPlaces::kNowhere not.
+  // Prefetches rows from `to` on too.
   void step_rows(size_t from, size_t to, size_t count, const int64_t* rows, const float* grads, const uint32_t* frames,
                  const FramedRecords& records) const;
 

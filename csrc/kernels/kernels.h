@@ -67,7 +67,7 @@ struct RowPlaces {
   int64_t known;             // rows that may be prefetched, counted from the first; at least n
 };
 
-// Float32 records in frames, to be updated one after another.
+// Float32 records in frames, to be updated one after another. A row in RowPlaces::kNowhere is skipped.
 struct RowSteps {
   std::byte* records;      // of frame 0; the weights come first
   size_t stride;           // bytes from one frame's record to the next

@@ -22,6 +22,8 @@ struct StoreStats {
   uint64_t first_touches = 0;
   uint64_t evictions = 0;
   uint64_t written_back = 0;
+  uint64_t admitted_rows = 0;  // of a table with a probability of admission: rows that updates stored, and
+  uint64_t refused_rows = 0;   // those that they did not store
 };
 
 class RowLocator {

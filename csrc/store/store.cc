@@ -153,13 +153,14 @@ bool Store::must_shrink_for(const int64_t* rows, size_t n) const {
   return !absent.empty() && capacity_for(directory_->bytes_after(absent.data(), absent.size())) < cache_.capacity();
 }
 
-void Store::reserve_rows(const int64_t* rows, size_t n) {
+void Store::reserve_rows(const int64_t* rows, size_t n, const Admission* admission) {
   if (!directory_->grows()) return;
-  const std::vector<int64_t> absent = absent_rows(*directory_, rows, n);
+  std::vector<int64_t> absent = absent_rows(*directory_, rows, n);
+  if (admission != nullptr && !fault_is("admission_by_place")) admission->remove_refused(&absent);
   make_room_for_rows(absent.data(), absent.size());
 }
 
-void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bool overwrite) {
+void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bool overwrite, const Admission* admission) {
   if (entries_.size() < n) entries_.resize(n);
   const uint64_t hits = rows_.touch_distinct(rows, n, frames, true, entries_.data());
   Missing missing{rows, entries_.data(), {}};
@@ -170,14 +171,27 @@ void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bo
   }
   // Residents first: loading one row of this call must not evict another.
   has_pins_ = true;
+  uint64_t admitted = 0, refused = 0;
   for (size_t i = 0; i < n; ++i) {
     if (frames[i] != kNoFrame) {
       cache_.info(frames[i]).pinned = 1;
-    } else if (create || entries_[i] != kAbsent) {
-      missing.places.push_back(static_cast<uint32_t>(i));
+      continue;
     }
+    if (entries_[i] == kAbsent) {
+      if (!create) continue;
+      const bool is_admitted = admission == nullptr || admission->admits(fault_is("admission_by_place") ? static_cast<int64_t>(i) : rows[i]);
+      ++(is_admitted ? admitted : refused);
+      if (!is_admitted) continue;
+    }
+    missing.places.push_back(static_cast<uint32_t>(i));
   }
   load(missing, n, create, overwrite, frames);
+  if (admission != nullptr) {
+    stats_.admitted_rows += admitted;
+    stats_.refused_rows += refused;
+    stats_.first_touches += refused;
+    stats_.unique_rows += refused;
+  }
   if (!overwrite) rows_.count_hits(hits);
 }
 
@@ -394,8 +408,10 @@ void Store::mark_dirty(const uint32_t* frames, size_t n) {
   constexpr size_t kAhead = 16;
   Segment* segment = nullptr;  // neighbouring rows are mostly in one segment
   for (size_t i = 0; i < n; ++i) {
-    if (i + kAhead < n && !cache_.is_dirty(frames[i + kAhead])) cache_.prefetch(frames[i + kAhead]);
-    if (cache_.is_dirty(frames[i])) continue;
+    if (i + kAhead < n && frames[i + kAhead] != kNoFrame && !cache_.is_dirty(frames[i + kAhead])) {
+      cache_.prefetch(frames[i + kAhead]);
+    }
+    if (frames[i] == kNoFrame || cache_.is_dirty(frames[i])) continue;
     cache_.set_dirty(frames[i], true);
     ++unwritten_.dirty;
     FrameInfo& info = cache_.info(frames[i]);

@@ -29,6 +29,7 @@
 #include "cache/window.h"
 #include "commit/manifests.h"
 #include "directory/directory.h"
+#include "format/admission.h"
 #include "log/log.h"
 #include "store/compaction_scheduler.h"
 #include "store/compactor.h"
@@ -60,15 +61,16 @@ class Store {
   // Makes distinct rows resident and pins them. `create`: the caller will write them. An absent row gets a dirty frame
   // with its initial record when `create`, otherwise kNoFrame. On an error nothing is pinned and no value is lost.
   // `overwrite`: records are not read or made, because the caller writes whole records, marks them dirty and cannot
-  // fail.
-  void pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bool overwrite = false);
+  // fail. `admission`, unless null: an absent row that it refuses is not created, and gets kNoFrame.
+  void pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bool overwrite = false,
+           const Admission* admission = nullptr);
   // The same for a lookup of stored rows that were just located. `entries`: where they are.
   void pin_stored(const int64_t* rows, const Entry* entries, size_t n, uint32_t* frames);
   // Reserves directory space for the rows of these distinct rows that are not stored, and shrinks the cache if needed.
   // Throws Error(kMemory), with nothing changed, when the budget has no room. After it, pin(create) of any of these
-  // rows cannot fail for lack of directory space.
-  void reserve_rows(const int64_t* rows, size_t n);
-  // Whether reserve_rows() of these rows removes frames. If so, no frame may be loading when it is called.
+  // rows cannot fail for lack of directory space. `admission`: the one that pin(create) will have.
+  void reserve_rows(const int64_t* rows, size_t n, const Admission* admission = nullptr);
+  // Whether reserve_rows() of these rows, all admitted, removes frames. If so, no frame may be loading when it is called.
   bool must_shrink_for(const int64_t* rows, size_t n) const;
   // Removes the pins of the last pin(). There are none when all its rows were in RAM already.
   void unpin(const uint32_t* frames, size_t n);
@@ -98,7 +100,7 @@ class Store {
   void end_staging(const Staging& staging, bool failed);
   bool is_loading(uint32_t frame) const { return cache_.info(frame).loading != 0; }
   void mark_dirty(uint32_t frame) { mark_dirty(&frame, 1); }
-  void mark_dirty(const uint32_t* frames, size_t n);
+  void mark_dirty(const uint32_t* frames, size_t n);  // skips kNoFrame
   // Copies the first `record_bytes` of the rows' records. Rows may be repeated. Does not change the cache.
   void fetch(const int64_t* rows, size_t n, size_t record_bytes, std::byte* records) {
     fetch(rows, n, record_bytes, records, nullptr);

@@ -91,7 +91,11 @@ RowWriter::Step RowWriter::next_step(std::optional<double> lr, std::optional<int
     throw Error(ErrorKind::kInvalid, "table '" + table_.name + "': its rows expire by clock=\"event\", which was not set; assign "
                                          "table.clock before the first update; nothing was changed");
   }
-  return {number, make_step(table_.spec.optimizer, rate, number)};
+  std::optional<Admission> admission;
+  if (table_.spec.retention.has_admission()) {
+    admission.emplace(table_.spec.retention.admit, table_.spec.init.seed, number);
+  }
+  return {number, make_step(table_.spec.optimizer, rate, number), admission};
 }
 
 // Runs `write`, which sets its argument to true before it writes the first row. A failure after that breaks the table.
@@ -113,16 +117,21 @@ void RowWriter::finish_step(const Step& step) {
   table_.store->rows().begin_step();
 }
 
+// Reserves directory space for the rows of the batch that the step will store.
+void RowWriter::reserve_for(const Batch& batch, const Step& step) {
+  if (table_.store->rows().is_placed(batch)) return;
+  table_.store->reserve_rows(batch.unique().data(), batch.num_unique(), step.draws());
+}
+
 void RowWriter::check_update(const Batch& batch, std::optional<double> lr, std::optional<int64_t> step) {
   const auto guard = lock_to_write(batch.unique().data(), batch.num_unique(), &batch);
-  next_step(lr, step);
-  if (!table_.store->rows().is_placed(batch)) table_.store->reserve_rows(batch.unique().data(), batch.num_unique());
+  reserve_for(batch, next_step(lr, step));
 }
 
 void RowWriter::update(const Batch& batch, const float* sums, std::optional<double> lr, std::optional<int64_t> step) {
   const auto guard = begin_update(batch.unique().data(), batch.num_unique(), &batch);
   const Step next = next_step(lr, step);
-  if (!table_.store->rows().is_placed(batch)) table_.store->reserve_rows(batch.unique().data(), batch.num_unique());
+  reserve_for(batch, next);
   write_rows("an update", [&](bool* wrote) REQUIRES(table_.lock) { apply_update(batch, nullptr, sums, next, wrote); });
   finish_step(next);
 }
@@ -149,14 +158,14 @@ void RowWriter::update(const int64_t* ids, size_t n, const float* grads, std::op
       sums = table_.scratch.sums.data();
     }
     if (!std::isfinite(sum_gradients(batch, grads, dim, sums).rounded())) not_finite(batch, ids, n, grads);
-    table_.store->reserve_rows(batch.unique().data(), batch.num_unique());
+    reserve_for(batch, next);
   }
 
   write_rows("an update", [&](bool* wrote) REQUIRES(table_.lock) {
     for (size_t p = 0; p < parts; ++p) {
       if (parts > 1) {
         select(p);
-        table_.store->reserve_rows(batch.unique().data(), batch.num_unique());  // the ids may have changed
+        reserve_for(batch, next);  // the ids may have changed
       }
       apply_update(batch, grads, sums, next, wrote);
     }
@@ -181,7 +190,8 @@ void RowWriter::note_step(std::byte* record, int64_t now) const {
 }
 
 // Pins the batch's rows, as many at a time as the cache holds, and applies the step to each row once. Where the cache
-// does not hold them all, rows that are in RAM come first: they are the last ones that the step's lookup read.
+// does not hold them all, rows that are in RAM come first: they are the last ones that the step's lookup read. Rows that
+// the step does not admit get no frame, and their gradients are dropped.
 void RowWriter::apply_update(const Batch& batch, const float* grads, const float* sums, const Step& step, bool* wrote) {
   const size_t dim = table_.spec.dim;
   Cache& cache = table_.store->cache();
@@ -206,7 +216,7 @@ void RowWriter::apply_update(const Batch& batch, const float* grads, const float
     }
     if (!is_placed) {
       table_.scratch.frames.resize(count);
-      table_.store->pin(rows, count, true, table_.scratch.frames.data());
+      table_.store->pin(rows, count, true, table_.scratch.frames.data(), false, step.draws());
     }
     const uint32_t* const frames = is_placed ? batch.placement().frames.data() : table_.scratch.frames.data();
     *wrote = true;
@@ -215,13 +225,14 @@ void RowWriter::apply_update(const Batch& batch, const float* grads, const float
     parallel_for(count, row_grain(dim), [&](size_t from, size_t to) {
       bool clean = false;
       if (has_log) {  // without a log every frame is always dirty
-        for (size_t i = from; i < to; ++i) clean |= !cache.is_dirty(frames[i]);
+        for (size_t i = from; i < to; ++i) clean |= frames[i] != kNoFrame && !cache.is_dirty(frames[i]);
       }
       if (sums != nullptr && order.empty()) {
         step_record.step_rows(from, to, count, rows, sums + begin * dim, frames, records);
       } else {
         std::vector<float> sum(dim);
         for (size_t i = from; i < to; ++i) {
+          if (frames[i] == kNoFrame) continue;
           const size_t u = order.empty() ? begin + i : order[begin + i];
           if (sums == nullptr) sum_row(batch, u, grads, sum.data());
           step_record(rows[i], sums == nullptr ? sum.data() : sums + u * dim, cache.record(frames[i]));
@@ -229,14 +240,16 @@ void RowWriter::apply_update(const Batch& batch, const float* grads, const float
       }
       if (clean) has_clean.store(true, std::memory_order_relaxed);
       // Seeded bug for the exactness tests: one row of the step is applied twice.
-      if (begin + from == 0 && fault_is("double_update")) {
+      if (begin + from == 0 && frames[0] != kNoFrame && fault_is("double_update")) {
         const size_t u = order.empty() ? 0 : order[0];
         std::vector<float> sum(dim);
         if (sums == nullptr) sum_row(batch, u, grads, sum.data());
         step_record(rows[0], sums == nullptr ? sum.data() : sums + u * dim, cache.record(frames[0]));
       }
       if (table_.has_usage && !fault_is("stale_usage")) {
-        for (size_t i = from; i < to; ++i) note_step(cache.record(frames[i]), now);
+        for (size_t i = from; i < to; ++i) {
+          if (frames[i] != kNoFrame) note_step(cache.record(frames[i]), now);
+        }
       }
     });
     if (has_clean) table_.store->mark_dirty(frames, count);

@@ -11,6 +11,7 @@
 
 #include "base/error.h"
 #include "batch/batch.h"
+#include "format/admission.h"
 #include "format/record_update.h"
 #include "jobs/disk_room.h"
 #include "jobs/prefetcher.h"
@@ -47,6 +48,8 @@ class RowWriter {
   struct Step {
     int64_t number;
     StepConstants constants;
+    std::optional<Admission> admission;
+    const Admission* draws() const { return admission.has_value() ? &*admission : nullptr; }  // null: every row is stored
   };
   // lock_to_write() and begin_update() take the lock. All others require it.
   TableLock::Guard lock_to_write(const int64_t* ids, size_t n, const Batch* batch) RETURNS_LOCKED(table_.lock);
@@ -57,6 +60,7 @@ class RowWriter {
   void finish_step(const Step& step) REQUIRES(table_.lock);
   double sum_row(const Batch& batch, size_t u, const float* grads, float* sum) const;
   [[noreturn]] void not_finite(const Batch& batch, const int64_t* ids, size_t n, const float* grads) const;
+  void reserve_for(const Batch& batch, const Step& step) REQUIRES(table_.lock);
   // `sums`: the gradient sums, or null to compute them from `grads`.
   void apply_update(const Batch& batch, const float* grads, const float* sums, const Step& step, bool* wrote)
       REQUIRES(table_.lock);

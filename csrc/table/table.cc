@@ -67,6 +67,16 @@ void Table::forget(uint32_t batch) { parts_->prefetcher.forget(batch); }
 
 // ---- The device cache
 
+namespace {
+
+// A device cache stores every row of its frames that a step changed.
+Error no_device_cache_with_admission(const std::string& name) {
+  return Error(ErrorKind::kInvalid, "table '" + name + "': admit= does not work with a device cache, which stores every row that a step "
+                                    "names; give the layer no device_cache=, or make the table without admit=");
+}
+
+}  // namespace
+
 void Table::gather_records(const int64_t* ids, size_t n, std::byte* records) { parts_->reader.gather_records(ids, n, records); }
 void Table::scatter_records(const int64_t* ids, size_t n, const std::byte* records) {
   parts_->writer.scatter_records(ids, n, records);
@@ -81,6 +91,7 @@ void Table::set_holder(std::shared_ptr<Holder> holder, std::function<void()> wri
     return;
   }
   const auto guard = parts_->disk.lock_for_device_cache(holder->max_held());
+  if (t.spec.retention.has_admission()) throw no_device_cache_with_admission(t.name);
   t.store->disk().forget_admitted();  // attach() reserves the room
   parts_->device.attach(std::move(holder), std::move(write_back));
 }
@@ -186,6 +197,7 @@ void Table::set_retention(const Retention& retention) {
   if (retention.is_set() != t.has_usage || (retention.is_set() && retention.clock != t.spec.retention.clock)) {
     throw Error(ErrorKind::kInvalid, "table '" + t.name + "': its records and its clock cannot change");
   }
+  if (retention.has_admission() && parts_->device.is_attached()) throw no_device_cache_with_admission(t.name);
   t.spec.retention = retention;
 }
 

@@ -84,7 +84,7 @@ CORE = {
     "directory": "base format kernels log vfs",
     "commit": "base directory format kernels vfs",
     "cache": "base directory",
-    "store": "base batch cache commit directory log vfs",
+    "store": "base batch cache commit directory format log vfs",
     "device": "base batch cache directory",
     "state": "base batch commit device format kernels store vfs",
     "jobs": "base batch commit directory format state store",

@@ -157,12 +157,13 @@ void update_rows_as(const StepConstants& constants, int64_t dim, const RowSteps&
   const int64_t rows_ahead = kStepAheadBytes / record_bytes;
   const int64_t ahead = rows_ahead < 4 ? 4 : rows_ahead > 64 ? 64 : rows_ahead;
   for (int64_t i = 0; i < rows.n; ++i) {
-    if (i + ahead < rows.known) {
+    if (i + ahead < rows.known && rows.frames[i + ahead] != RowPlaces::kNowhere) {
       const std::byte* const coming = rows.records + static_cast<size_t>(rows.frames[i + ahead]) * rows.stride;
       for (int64_t at = 0; at < asked_bytes; at += 64) __builtin_prefetch(coming + at, 1, 2);
       const auto* const grad = reinterpret_cast<const std::byte*>(rows.grads + (i + ahead) * dim);
       for (int64_t at = 0; at < grad_bytes; at += 64) __builtin_prefetch(grad + at, 0, 2);
     }
+    if (rows.frames[i] == RowPlaces::kNowhere) continue;
     std::byte* const record = rows.records + static_cast<size_t>(rows.frames[i]) * rows.stride;
     update_in_tiles<kKind, kCoupled, kDecoupled>(step, dim, rows.grads + i * dim, reinterpret_cast<float*>(record),
                                                  reinterpret_cast<float*>(record + rows.slots_offset));

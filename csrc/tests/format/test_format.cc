@@ -1,5 +1,6 @@
 // Round trips, and errors for damaged bytes. The format page and its tests pin the bytes.
 #include <cstring>
+#include <limits>
 
 #include "format/format.h"
 #include "format/record.h"
@@ -85,8 +86,32 @@ TEST(format_manifest_of_a_table_whose_rows_go) {
   }
 }
 
+TEST(format_manifest_with_a_probability_of_admission) {
+  for (const bool has_usage : {false, true}) {
+    Manifest m = sample();
+    m.retention.admit = 0.125;
+    if (has_usage) {
+      m.retention.expire = 3;
+      m.payload_bytes += kUsageBytes;
+    }
+    const Bytes bytes = encode_manifest(m);
+    double stored;
+    std::memcpy(&stored, bytes.data() + bytes.size() - 12, sizeof(stored));
+    CHECK_EQ(stored, 0.125);
+    const Manifest back = decode_manifest(bytes, "m");
+    CHECK(back.retention == m.retention && encode_manifest(back) == bytes);
+    CHECK_EQ(back.reader_flags & kReaderFlagAdmission, kReaderFlagAdmission);
+    m = back;
+    m.retention.admit = 0.0;
+    CHECK_EQ(decode_manifest(encode_manifest(m), "m").reader_flags & kReaderFlagAdmission, uint64_t{0});
+    CHECK_EQ(encode_manifest(m).size() + 8, bytes.size());
+  }
+}
+
 TEST(format_manifest_every_truncation_and_flipped_bit) {
-  const Bytes bytes = encode_manifest(sample());
+  Manifest admitting = sample();
+  admitting.retention.admit = 0.3;
+  const Bytes bytes = encode_manifest(admitting);
   for (size_t n = 0; n < bytes.size(); ++n) CHECK(is_refused([&] { decode_manifest({bytes.data(), n}, "m"); }));
   for (size_t bit = 0; bit < bytes.size() * 8; ++bit) {
     Bytes bad = bytes;
@@ -123,7 +148,7 @@ TEST(format_manifest_names_what_is_wrong) {
     const Bytes bytes = encode_manifest(m);
     CHECK_THROWS(decode_manifest(bytes, "m"), ErrorKind::kFormat, part);
   };
-  refuse([](Manifest& m) { m.reader_flags = 16; }, "newer release");
+  refuse([](Manifest& m) { m.reader_flags = 32; }, "newer release");
   refuse([](Manifest& m) { m.fields[1].offset = 17; }, "passes the record's end");
   refuse([](Manifest& m) { m.fields[1].name = "weight"; }, "appears twice");
   refuse([](Manifest& m) { m.fields[0].name = "w"; }, "first field");
@@ -151,6 +176,8 @@ TEST(format_manifest_names_what_is_wrong) {
   refuse_rule([](Manifest& m) { m.retention.clock = static_cast<AgeClock>(2); }, "unknown clock 2");
   refuse_rule([](Manifest& m) { m.retention.evict = static_cast<EvictFirst>(3); }, "unknown order of eviction 3");
   refuse_rule([](Manifest& m) { m.payload_bytes -= 4; }, "passes the record's end");
+  refuse([](Manifest& m) { m.retention.admit = 1.0; }, "probability of admission");
+  refuse([](Manifest& m) { m.retention.admit = std::numeric_limits<double>::infinity(); }, "probability of admission");
 }
 
 TEST(format_trailer_round_trip_and_damage) {

@@ -1,9 +1,11 @@
-"""`Retention`: the rules by which rows of a table go."""
+"""`Retention`: the rules by which rows of a table come and go."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, Self, cast
+
+import numpy as np
 
 from bunkbed import _native
 from bunkbed.core.arguments import as_whole
@@ -15,10 +17,10 @@ _MOST = 2**63 - 1
 
 @dataclass(frozen=True)
 class Retention:
-    """Which rows `bunkbed.Table.sweep` removes, and which it leaves. Without a rule every row stays.
+    """Which rows `bunkbed.Table.sweep` removes, and which rows updates store. Without a rule every row comes and stays.
 
-    A table with a rule stores with each row when it was last named, by an update or by ``set``, and how many updates
-    named it: 12 bytes. A lookup does not name a row, and a row that was only set counts 0 updates.
+    A table with `expire` or `max_rows` stores with each row when it was last named, by an update or by ``set``, and how
+    many updates named it: 12 bytes. A lookup does not name a row, and a row that was only set counts 0 updates.
 
     Args:
         expire: a row expires when its age is this many units of `clock`, at least 1; None: no row expires. Expired rows
@@ -30,12 +32,16 @@ class Retention:
         evict: which rows go first where there are more: ``"oldest"``: those named longest ago; ``"rarest"``: by the
             fewest updates; ``"smallest"``: those whose weights have the smallest norm. Of equal rows the lower id goes.
         keep: no sweep goes below this number of rows, by either rule: of the expired ones those named last stay.
+        admit: the probability, above 0 and below 1, with which a step stores a row that it names and that is not
+            stored; None: every step does. Of a row that is not admitted the gradient is dropped, and it looks up as its
+            initial row; a later step draws again. The draw is a function of the table's seed, the id and the number of
+            the step. ``set`` and imports store every row. Takes no bytes.
 
     Raises:
         ValueError, TypeError: an argument out of range; `keep` above `max_rows`; an argument without a rule.
 
     >>> Retention(expire=30, clock="event", keep=1000)
-    Retention(expire=30, clock='event', max_rows=None, evict='oldest', keep=1000)
+    Retention(expire=30, clock='event', max_rows=None, evict='oldest', keep=1000, admit=None)
     """
 
     expire: int | None = None
@@ -43,8 +49,11 @@ class Retention:
     max_rows: int | None = None
     evict: Literal["oldest", "rarest", "smallest"] = "oldest"
     keep: int = 0
+    admit: float | None = None
 
     def __post_init__(self) -> None:
+        if self.admit is not None:
+            object.__setattr__(self, "admit", _as_probability(self.admit))
         if self.expire is not None:
             object.__setattr__(self, "expire", as_whole(self.expire, what="expire", low=1, high=_MOST))
         if self.max_rows is not None:
@@ -59,13 +68,18 @@ class Retention:
                 f"keep={self.keep} is above max_rows={self.max_rows}: a sweep cannot leave at least the first and at "
                 "most the second"
             )
-        if not self and (self.clock, self.evict, self.keep) != ("step", "oldest", 0):
+        if not self.removes and (self.clock, self.evict, self.keep) != ("step", "oldest", 0):
             raise ValueError("clock=, evict= and keep= say how rows go by expire= or max_rows=; give one of these")
         if self.evict != "oldest" and self.max_rows is None:
             raise ValueError(f"evict={self.evict!r} says which rows go where max_rows= is exceeded; give max_rows=")
 
     def __bool__(self) -> bool:
         """Return whether there is a rule."""
+        return self.removes or self.admit is not None
+
+    @property
+    def removes(self) -> bool:
+        """Whether sweeps remove rows, so that rows have an age: whether there is `expire` or `max_rows`."""
         return self.expire is not None or self.max_rows is not None
 
     def native(self) -> _native.Retention:
@@ -76,6 +90,7 @@ class Retention:
             max_rows=self.max_rows or 0,
             evict=ORDERS.index(self.evict),
             keep=self.keep,
+            admit=self.admit or 0.0,
         )
 
     @classmethod
@@ -87,4 +102,19 @@ class Retention:
             max_rows=rules.max_rows or None,
             evict=cast("Literal['oldest', 'rarest', 'smallest']", ORDERS[rules.evict]),
             keep=rules.keep,
+            admit=rules.admit or None,
         )
+
+
+def _as_probability(admit: object) -> float:
+    wanted = "admit must be a float above 0 and below 1, the probability with which a step stores a new row"
+    if isinstance(admit, (bool, np.bool_)) or not isinstance(admit, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{wanted}, got {admit!r}; admit=None stores every row")
+    if isinstance(admit, (int, np.integer)) and admit > 1:
+        raise ValueError(
+            f"{wanted}, got {admit!r}; a number of steps is not supported: with admit={1 / admit:.3g} a row is stored "
+            f"after {admit} steps that name it, on average"
+        )
+    if not 0 < admit < 1:
+        raise ValueError(f"{wanted}, got {admit!r}; admit=None stores every row")
+    return float(admit)

@@ -95,6 +95,7 @@ class ShardedTable(Table):
         max_rows: int | None = None,
         evict: Literal["oldest", "rarest", "smallest"] = "oldest",
         keep: int = 0,
+        admit: float | None = None,
     ) -> Self:
         """Create a sharded table. Takes the same short time for any number of rows.
 
@@ -109,6 +110,7 @@ class ShardedTable(Table):
                 table of a `Run` apply.
             expire, clock, max_rows, evict, keep: which rows `sweep` removes; see `Retention`. The bounds are those of
                 the whole table.
+            admit: see `Retention`. A row is admitted alike for every number of shards.
 
         Returns:
             The open table; this process is its writer.
@@ -122,7 +124,7 @@ class ShardedTable(Table):
             places = _new_places(place, shards, directories)
             disk_bytes = 0 if disk is None else parse_bytes(disk)
             definition = Definition(
-                dim, num_rows, optimizer, init, seed, dtype, "durable", expire, clock, max_rows, evict, keep
+                dim, num_rows, optimizer, init, seed, dtype, "durable", expire, clock, max_rows, evict, keep, admit
             )
             spec = definition.spec(belongs_to_run=True)
             facts = {**definition.arguments(), **_limit_of_each(disk_bytes, len(places))}

@@ -36,6 +36,7 @@ class Definition:
     max_rows: int | None = None
     evict: Literal["oldest", "rarest", "smallest"] = "oldest"
     keep: int = 0
+    admit: float | None = None
 
     @classmethod
     def of(cls, table: Table) -> Self:
@@ -52,17 +53,17 @@ class Definition:
 
     @property
     def retention(self) -> Retention:
-        """The rules by which rows go.
+        """The rules by which rows come and go.
 
         Raises:
             ValueError, TypeError: see `Retention`; a rule for a table with a number of rows.
         """
-        rules = Retention(self.expire, self.clock, self.max_rows, self.evict, self.keep)
+        rules = Retention(self.expire, self.clock, self.max_rows, self.evict, self.keep, self.admit)
         if rules and self.num_rows is not None:
-            name, value = ("expire", rules.expire) if rules.expire is not None else ("max_rows", rules.max_rows)
+            name = next(name for name in ("expire", "max_rows", "admit") if getattr(rules, name) is not None)
             raise ValueError(
-                f"{name}={value} is for a table of any id, whose rows come and go; num_rows={self.num_rows} was given, "
-                "with which every row is there: give num_rows=None"
+                f"{name}={getattr(rules, name)} is for a table of any id, whose rows come and go; "
+                f"num_rows={self.num_rows} was given, with which every row is there: give num_rows=None"
             )
         return rules
 

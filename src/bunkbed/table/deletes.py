@@ -122,7 +122,7 @@ class TableDeletes:
     def sweep_rules(self) -> Retention:
         """Internal: return the rules; raise ValueError where there is none."""
         rules = self.retention
-        if not rules:
+        if not rules.removes:
             raise ValueError(
                 f"table '{self._name}' has no rule by which rows go: it was made without expire= and max_rows=; name "
                 "the rows with delete(ids)"
@@ -160,4 +160,5 @@ class TableDeletes:
 
     def _removed_rows(self) -> dict[str, int]:
         """Return the counters of `sweep`, for `stats`."""
-        return {"expired_rows": self._expired_rows, "evicted_rows": self._evicted_rows} if self.retention else {}
+        has_ages = self.retention.removes
+        return {"expired_rows": self._expired_rows, "evicted_rows": self._evicted_rows} if has_ages else {}

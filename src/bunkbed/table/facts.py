@@ -97,11 +97,12 @@ class TableFacts:
 
     @property
     def retention(self) -> Retention:
-        """The rules by which `sweep` removes rows. Assign others, with the same `clock`, to change them.
+        """The rules by which rows come, and `sweep` removes them. Assign others, with the same `clock`, to change them.
 
         Raises:
-            ValueError: on assignment, another clock; rules for a table that was made without any, whose rows have no
-                age; no rule at all. ReadOnlyError: the table is open for reading.
+            ValueError: on assignment, another clock; `expire` or `max_rows` for a table that was made without, whose
+                rows have no age; neither for one that was made with one; `admit` for a table with a number of rows, or
+                with a device cache. ReadOnlyError: the table is open for reading.
         """
         return Retention.from_native(self.core.retention())
 
@@ -110,20 +111,25 @@ class TableFacts:
         present = self.retention
         if not isinstance(value, Retention):
             raise TypeError(f"table '{self._name}': retention must be a bunkbed.Retention, got {value!r}")
-        if not present and value:
+        if value.removes and not present.removes:
             raise ValueError(
                 f"table '{self._name}' was made without expire= and max_rows=, so its rows have no age; make a table "
                 "with these, and move the rows with bb.export_rows and bb.import_rows"
             )
-        if present and not value:
+        if present.removes and not value.removes:
             raise ValueError(
-                f"table '{self._name}': its rules cannot all go, since its rows have an age; give an expire or a "
-                "max_rows that no row reaches"
+                f"table '{self._name}': its rules for sweeps cannot all go, since its rows have an age; give an expire "
+                "or a max_rows that no row reaches"
             )
         if present.clock != value.clock:
             raise ValueError(
                 f"table '{self._name}': clock is {present.clock!r} in the table, {value.clock!r} was asked for; to "
                 "change one rule: table.retention = dataclasses.replace(table.retention, expire=...)"
+            )
+        if value.admit is not None and self.num_rows is not None:
+            raise ValueError(
+                f"table '{self._name}': admit={value.admit} is for a table of any id, whose rows come and go; this one "
+                f"has num_rows={self.num_rows}, with which every row is there"
             )
         if present != value:
             self.core.set_retention(value.native())
@@ -154,10 +160,10 @@ class TableFacts:
         self.core.set_clock(as_whole(value, what="clock", table=f"table '{self._name}'", low=0, high=2**63 - 2))
 
     # Internal: when rows were last named and by how many updates, as a field of floats whose bits are moved only. Empty
-    # for a table without rules.
+    # for a table without rules for sweeps.
     @property
     def usage_fields(self) -> list[tuple[int, int]]:
-        return [(len(self.fields), 3)] if self.retention else []
+        return [(len(self.fields), 3)] if self.retention.removes else []
 
     @property
     def slots(self) -> tuple[str, ...]:

@@ -144,6 +144,7 @@ def create(
     max_rows: int | None = None,
     evict: Literal["oldest", "rarest", "smallest"] = "oldest",
     keep: int = 0,
+    admit: float | None = None,
     _run: Any = None,
     _name: str | None = None,
     _make: Callable[..., Table] = Table,
@@ -174,6 +175,7 @@ def create(
             three times the rows or more costs no time; with less, steps and commits wait for compaction. See
             `Table.stats`: ``disk_bytes``, ``snapshot_bytes``.
         expire, clock, max_rows, evict, keep: which rows `Table.sweep` removes; see `Retention`. For a table of any id.
+        admit: the probability with which a step stores a new row; see `Retention`. For a table of any id.
 
     Returns:
         The open table; this process is its writer.
@@ -190,7 +192,7 @@ def create(
     if durability == "scratch" and _run is not None:
         raise ValueError('a run\'s tables are committed together, and durability="scratch" keeps nothing: bb.create it')
     definition = Definition(
-        dim, num_rows, optimizer, init, seed, dtype, durability, expire, clock, max_rows, evict, keep
+        dim, num_rows, optimizer, init, seed, dtype, durability, expire, clock, max_rows, evict, keep, admit
     )
     spec = definition.spec(belongs_to_run=_run is not None)
     place = None if path is None else resolve(path)

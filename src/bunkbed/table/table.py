@@ -130,8 +130,9 @@ class Table(TableFacts, TableCommits, TableReader, TableDeletes):
         time; rows that it writes back do not count. ``open_s``: seconds since the table was opened.
         ``read_records`` of the log are read alone (``single_records``), with neighbours (``merged_records``) or by the
         large reads of a sweep (``swept_records``), whatever costs the disk least; `machine.read_paths` says when.
-        ``indexed_records``: records read to find the rows, by opening, `refresh` and `rewind`. A table with rules has
-        ``expired_rows`` and ``evicted_rows``, which `sweep` removed.
+        ``indexed_records``: records read to find the rows, by opening, `refresh` and `rewind`. ``expired_rows``,
+        ``evicted_rows``: those that `sweep` removed, of a table with rules for that. ``admitted_rows``,
+        ``refused_rows``: with ``admit=``, rows that steps stored, and did not; a row counts once in each such step.
         """
         values: dict[str, int | float] = self.core.stats()
         values.update(self._removed_rows(), threads=_native.get_num_threads())

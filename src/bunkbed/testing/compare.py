@@ -37,7 +37,7 @@ def assert_same_rows(table: Table, reference: ReferenceTable, ids: IntArray) -> 
         assert_same_bits(table.get(ids, slot=slot), reference.get(ids, slot=slot), slot)
     assert table.contains(ids).tolist() == reference.contains(ids).tolist()
     assert table.step == reference.step
-    if reference.retention and table.retention:
+    if reference.retention.removes and table.retention.removes:
         assert_same_bits(usage_of(table, ids).view(np.uint32), usage_of(reference, ids).view(np.uint32), "usage")
 
 

@@ -14,6 +14,7 @@ import pytest
 
 import bunkbed as bb
 from bunkbed.core.types import Json
+from bunkbed.testing.admission import AdmissionTests
 from bunkbed.testing.arithmetic import IntArray
 from bunkbed.testing.commits import CommitTests
 from bunkbed.testing.compare import assert_same_bits, assert_same_rows, zipf_ids
@@ -36,7 +37,7 @@ OPTIMIZERS = [
 ]
 
 
-class TableTests(NarrowTests, CommitTests, SweepTests):
+class TableTests(NarrowTests, CommitTests, SweepTests, AdmissionTests):
     """A conformance suite for tables; subclass it as ``TestSomething`` and override `make_table`.
 
     A subclass must define `make_table`. Tests that need files skip if `table.path` is None. A subclass that opens

@@ -1,6 +1,6 @@
-"""Initial values and 16-bit rounding in NumPy: a second implementation, from FORMAT.md.
+"""Initial values, 16-bit rounding and admission in NumPy: a second implementation, from FORMAT.md.
 
-Both draw from Philox4x32-10 (Salmon et al., SC 2011) with key = seed and counter = (id, block, extra).
+All draw from Philox4x32-10 (Salmon et al., SC 2011) with key = seed and counter = (id, block, extra).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ WordArray = NDArray[np.uint32]
 # streams have a block in common.
 _ROUNDING_STREAM = 0x80000000
 _FIELD_STREAM = 0x01000000
+# The block of admission.
+_ADMISSION_STREAM = 0x40000000
 
 _Q = (
     "-0x1.fffffep+0 0x1.00007ap+0 -0x1.5559dcp-1 0x1.ff623cp-2 "
@@ -57,6 +59,25 @@ def philox(seed: int, ids: IntArray, blocks: NDArray[np.int64], extra: int) -> W
         key0 = (key0 + 0x9E3779B9) & 0xFFFFFFFF
         key1 = (key1 + 0xBB67AE85) & 0xFFFFFFFF
     return np.stack([c0, c1, c2, c3], axis=-1).astype(np.uint32)
+
+
+def are_admitted(probability: float, *, seed: int, ids: IntArray, step: int) -> NDArray[np.bool_]:
+    """Return bool[N]: whether a step stores rows that are not stored, int64[N] ids.
+
+    Args:
+        probability: above 0 and below 1.
+        seed: the table's seed.
+        ids: int64[N].
+        step: the step's number.
+
+    >>> ids = np.array([0, 1, 2, 3, 12345, 2**31, 2**40 + 3, 2**63 - 1])
+    >>> are_admitted(0.5, seed=7, ids=ids, step=1).astype(int).tolist()
+    [0, 0, 0, 0, 1, 0, 1, 1]
+    """
+    words = philox(seed, ids, np.array([_ADMISSION_STREAM]), step)[:, 0].astype(np.uint64)
+    drawn = (words[:, 1] << np.uint64(32) | words[:, 0]) >> np.uint64(11)
+    below: NDArray[np.bool_] = drawn.astype(np.float64) * 2.0**-53 < probability
+    return below
 
 
 def _horner(coefficients: str, x: FloatArray) -> FloatArray:

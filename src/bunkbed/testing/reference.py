@@ -99,6 +99,7 @@ class ReferenceTable:
         self._commits: dict[int, Json] = {}
         self._names: dict[str, int] = {}
         self._counts = {"lookups": 0, "updates": 0, "ids": 0, "unique_rows": 0, "commits": 0}
+        self._counts.update(admitted_rows=0, refused_rows=0)
         self._keep_state()
 
     # ---- reading
@@ -243,7 +244,7 @@ class ReferenceTable:
                 "their sum is not; nothing was changed"
             )
         self._require_time()
-        if step is not None and step < self.step and self.retention and self.retention.clock == "step":
+        if step is not None and step < self.step and self.retention.removes and self.retention.clock == "step":
             raise ValueError(f"table {self.name!r}: step {step} is before step {self.step}; nothing was changed")
         self.step = self.step + 1 if step is None else step
         self._counts["updates"] += 1
@@ -251,6 +252,7 @@ class ReferenceTable:
         if not wanted.size:
             return
         self._counts["unique_rows"] += unique.size
+        unique, sums = self._admitted(unique, sums)
         places = self._store(unique)
         for row in unique.tolist():
             self._name_row(row, 1)
@@ -261,6 +263,16 @@ class ReferenceTable:
             self._arrays[slot][places] = philox.narrow_stochastic(
                 self._dtype_of(slot), array, seed=self.seed, ids=unique, step=self.step, field=field
             )
+
+    def _admitted(self, ids: IntArray, sums: FloatArray) -> tuple[IntArray, FloatArray]:
+        """Return the rows that this step updates: those that are stored, and those that it admits."""
+        if self.retention.admit is None:
+            return ids, sums
+        stored = self.contains(ids)
+        drawn = philox.are_admitted(self.retention.admit, seed=self.seed, ids=ids, step=self.step)
+        self._counts["admitted_rows"] += int((drawn & ~stored).sum())
+        self._counts["refused_rows"] += int((~drawn & ~stored).sum())
+        return ids[drawn | stored], sums[drawn | stored]
 
     def delete(self, ids: ArrayLike) -> int:
         """Delete rows of int64[...] ids; return how many were stored. A deleted row has its initial values again."""
@@ -295,7 +307,7 @@ class ReferenceTable:
         """Remove the rows that have expired, and those beyond ``max_rows``; see `Table.sweep`."""
         self._check_open()
         rules, now = self.retention, self.clock
-        if not rules:
+        if not rules.removes:
             raise ValueError(f"table {self.name!r} has no rule by which rows go")
         ages = {row: now - last for row, (last, _) in self._usage.items() if last != NEVER_GOES}
         expired = [row for row, age in ages.items() if rules.expire is not None and age >= rules.expire]

@@ -225,7 +225,8 @@ def _print_table(console: Console, about: Json) -> None:
     console.print(f"{about['kind']} [b]{escape(str(about['path']))}[/b]", soft_wrap=True)
     grid = _grid()
     grid.add_row("rows", f"{about['stored_rows']:,} stored of {_rows(about)}")
-    state = "its state and age" if about["rules"] else "its state"
+    rules = Retention(**about["rules"]) if about["rules"] else Retention()
+    state = "its state and age" if rules.removes else "its state"
     grid.add_row("row", f"{about['dim']} x {about['dtype']}, {about['record_bytes']:,} bytes with {state}")
     grid.add_row("initially", f"{escape(about['init'])}, seed {about['seed']}")
     grid.add_row("optimizer", escape(about["optimizer"]))
@@ -233,8 +234,8 @@ def _print_table(console: Console, about: Json) -> None:
     grid.add_row("disk", _disk(about))
     grid.add_row("ram", f"{format_bytes(about['ram_bytes'])}, taken by this reader")
     grid.add_row("version", f"{about['epoch']}, after step {about['step']:,}")
-    if about["rules"]:
-        grid.add_row("rows go", f"{rules_text(Retention(**about['rules']))}; the clock is at {about['clock']:,}")
+    if rules:
+        grid.add_row("rules", _rules(about))
     if about["meta"]:
         grid.add_row("meta", escape(_meta(about["meta"])))
     grid.add_row("snapshots", escape(_snapshots(about["snapshots"])))
@@ -282,8 +283,7 @@ def _print_run(console: Console, about: Json) -> None:
     console.print(tables)
     for name, table in about["tables"].items():
         if table["rules"]:
-            rules = f"{rules_text(Retention(**table['rules']))}; the clock is at {table['clock']:,}"
-            console.print(f"[dim]rows of {escape(name)} go[/]  {rules}", soft_wrap=True)
+            console.print(f"[dim]rules of {escape(name)}[/]  {_rules(table)}", soft_wrap=True)
         if table["cursors"]:
             console.print(f"[dim]cursors of {escape(name)}[/]  {escape(_snapshots(table['cursors']))}", soft_wrap=True)
 
@@ -307,6 +307,14 @@ def _grid() -> Grid:
     grid.add_column(style="dim")
     grid.add_column()
     return grid
+
+
+def _rules(about: Json) -> str:
+    """Return the rules, and the clock by which rows expire. Only the writer counts the rows that it admits."""
+    rules = Retention(**about["rules"])
+    clock = f"; the clock is at {about['clock']:,}" if rules.removes else ""
+    counts = "" if rules.admit is None else "; the writer's table.stats() counts admitted and refused rows"
+    return rules_text(rules) + clock + counts
 
 
 def _rows(about: Json) -> str:

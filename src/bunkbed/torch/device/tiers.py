@@ -19,7 +19,7 @@ def make_tier(table: Table, size: float | str | Budget, anchor: Callable[[], Ten
     """Return a device cache of `size` bytes; for 0, rows stay in RAM and each batch copies its rows to the device.
 
     Raises:
-        ValueError: the table is a reader, or sharded. MemoryError: not one record fits.
+        ValueError: the table is a reader, sharded, or admits rows by `admit`. MemoryError: not one record fits.
     """
     label = f"table {table.name!r}"
     if table.mode == "r":
@@ -28,4 +28,9 @@ def make_tier(table: Table, size: float | str | Budget, anchor: Callable[[], Ten
         raise ValueError(f"{label} is sharded: a device cache lies above one table; leave device_cache out")
     if size == 0 and not isinstance(size, bool):
         return TransferTier(table, anchor)
+    if table.retention.admit is not None:
+        raise ValueError(
+            f"{label}: a device_cache stores every row that a step names, and admit={table.retention.admit} does not; "
+            "leave device_cache out or give device_cache=0, or make the table without admit="
+        )
     return DeviceTier(table, size, anchor)

@@ -378,7 +378,7 @@ class RankRows:
         self._set_alike(
             f"new rules of table {self.number}",
             lambda: self.local.core.set_retention(rules),
-            *(rules.expire, rules.max_rows, rules.evict, rules.keep),
+            *(rules.expire, rules.max_rows, rules.evict, rules.keep, rules.admit),
         )
 
     def clock(self) -> int:

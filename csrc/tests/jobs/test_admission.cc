@@ -1,0 +1,137 @@
+// Which rows updates store, compared with a map, while the table lives: rows are admitted, refused, evicted, deleted,
+// committed and read again.
+#include "format/admission.h"
+
+#include "tests/jobs/life.h"
+
+using namespace bunkbed;
+using namespace bunkbed::test;
+
+namespace {
+
+constexpr double kProbability = 0.25;
+
+struct AdmittingLife : Life {
+  AdmittingLife(uint64_t seed, size_t ram_bytes, uint64_t disk_bytes, bool on_disk)
+      : Life(seed, -1, ram_bytes, disk_bytes, on_disk, {.expire = seed % 2 == 0 ? 1000 : 0, .admit = kProbability}) {}
+
+  // One step through a call with ids, or with a batch that was looked up or not.
+  void step(size_t most) {
+    const std::vector<int64_t> ids = some_ids(most);
+    std::vector<float> grads(ids.size());
+    for (float& grad : grads) grad = static_cast<float>(1 + sampler.bits() % 5);
+    const uint64_t way = sampler.bits() % 3;
+    if (way == 0) {
+      update(table.get(), ids, grads);
+    } else {
+      const Batch batch = table->batch(ids.data(), ids.size());
+      if (way == 1) {
+        std::vector<float> out(ids.size() * kDim);
+        table->lookup(batch, true, out.data());
+      }
+      table->check_update(batch, std::nullopt, std::nullopt);
+      update(table.get(), batch, grads);
+    }
+    const Admission admission(kProbability, table->spec().init.seed, table->step());
+    std::set<int64_t> refused;
+    for (const int64_t id : ids) {
+      if (!rows.contains(id) && !admission.admits(id)) refused.insert(id);
+    }
+    std::set<int64_t> fresh;
+    for (size_t i = 0; i < ids.size(); ++i) {
+      if (refused.contains(ids[i])) continue;
+      if (!rows.contains(ids[i])) fresh.insert(ids[i]);
+      rows[ids[i]] -= grads[i];
+    }
+    num_refused += refused.size();
+    num_admitted += fresh.size();
+  }
+
+  void check(const std::string& when) {
+    check_table_is(table.get(), rows, when);
+    const TableStats stats = table->stats();
+    CHECK_EQ(stats.store.refused_rows, num_refused);
+    CHECK_EQ(stats.store.admitted_rows, num_admitted);
+    CHECK_EQ(stats.store.hits + stats.store.misses + stats.store.first_touches, stats.store.unique_rows);
+  }
+
+  uint64_t num_refused = 0, num_admitted = 0;
+};
+
+void live(AdmittingLife& life, bool on_disk) {
+  for (int round = 0; round < 120; ++round) {
+    const std::string when = "round " + std::to_string(round);
+    for (int i = 0; i < 3; ++i) life.step(round % 10 == 9 ? 2000 : 200);
+    if (round % 4 == 1) life.remove(300);
+    if (round % 5 == 2) life.check(when);
+    if (!on_disk || round % 6 != 3) continue;
+    life.commit(false);
+    if (round % 12 != 3) continue;
+    life.reopen();
+    life.num_refused = life.num_admitted = 0;
+    life.check(when + ", opened");
+    CHECK_EQ(life.table->spec().retention.admit, kProbability);
+  }
+  life.check("the end");
+  CHECK(life.num_refused > 500 && life.num_admitted > 100 && life.rows.size() > 300);
+}
+
+}  // namespace
+
+TEST(admission_of_a_table_in_ram) {
+  AdmittingLife life(1, 0, 0, false);
+  live(life, false);
+}
+
+TEST(admission_while_rows_are_evicted) {
+  const SmallIndexSnapshots small;
+  for (const uint64_t seed : {2, 3}) {
+    const size_t ram = minimum_ram(whole_numbers(-1, Life::kDim), Life::kIds, true) + (64 << 10);
+    AdmittingLife life(seed, ram, 0, true);
+    live(life, true);
+    CHECK(life.table->stats().store.evictions > 500);
+  }
+}
+
+TEST(admission_with_a_limit_of_the_disk) {
+  AdmittingLife life(4, 8 << 20, 400 << 20, true);
+  live(life, true);
+}
+
+TEST(admission_reserves_for_admitted_rows_alone) {
+  TableSpec spec = whole_numbers(-1, 4);
+  spec.retention.admit = 0.001;
+  Sandbox sandbox;
+  const size_t ram = minimum_ram(spec, 5000, true);
+  const auto table = Table::create(vfs::posix(), sandbox / "t", "t", spec, ram);
+  std::vector<int64_t> ids(400'000);
+  for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int64_t>(i) * 7;
+  update(table.get(), ids, std::vector<float>(ids.size(), 1.0f));  // a directory of all these would not fit
+  const uint64_t stored = table->stats().stored_rows;
+  CHECK(stored > 300 && stored < 500);
+  CHECK_EQ(table->stats().store.refused_rows, ids.size() - stored);
+}
+
+TEST(admission_and_a_device_cache_exclude_each_other) {
+  TableSpec spec = whole_numbers(-1, 4);
+  spec.retention.admit = 0.5;
+  const auto table = Table::create(vfs::posix(), "", "t", spec, 0);
+  class None final : public Holder {
+   public:
+    size_t num_held() const override { return 0; }
+    size_t max_held() const override { return 8; }
+    size_t num_in_use() const override { return 0; }
+    size_t first_held(const int64_t*, size_t n) const override { return n; }
+    size_t first_not_held(const int64_t*, size_t) const override { return 0; }
+    size_t give_up(const int64_t*, size_t n) override { return n; }
+    size_t give_up_all() override { return 0; }
+    void arrived(const int64_t*, size_t) override {}
+  };
+  CHECK_THROWS(table->set_holder(std::make_shared<None>(), [] {}), ErrorKind::kInvalid, "does not work with a device cache");
+  table->set_retention({});
+  table->set_holder(std::make_shared<None>(), [] {});
+  CHECK_THROWS(table->set_retention(spec.retention), ErrorKind::kInvalid, "does not work with a device cache");
+  CHECK_EQ(table->changeable().retention.admit, 0.0);
+  table->set_holder(nullptr, nullptr);
+  table->set_retention(spec.retention);
+}
