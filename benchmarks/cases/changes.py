@@ -1,4 +1,4 @@
-"""Rows that go, and what changed: ``python -m benchmarks.cases.changes [parquet] [half] [expire] [step] [sweep]``.
+"""Rows that come and go, and what changed: ``python -m benchmarks.cases.changes [PART ...]``. The parts:
 
 - ``parquet``: of a table of 4M rows x 64 a million are updated and committed. The time of `bunkbed changes` to a
   Parquet file, within the process; the file's bytes.
@@ -7,6 +7,7 @@
   and with deletes. Its RAM budget is a quarter of it.
 - ``expire``: the same, but one sweep removes the half that has expired, and training goes on.
 - ``step``: lookup and Adam update of a table in RAM that notes ages and counts, against one that does not, in turns.
+- ``admit``: the same of a table with ``admit=0.1``; and where a part of each batch is ids that are new.
 - ``sweep``: 100M stored rows x 16 (SGD) of which a hundredth has expired: time and bytes read of a sweep.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -151,31 +153,61 @@ def expire(directory: Path, size: int, ram: int) -> None:
 
 def step(rounds: int, rows: int, batch: int) -> None:
     """Print what ages and counts cost a step."""
+    tables = [_filled(rows), _filled(rows, expire=1 << 40)]
     rng = np.random.default_rng(2)
-    tables = [bb.create(None, dim=DIM), bb.create(None, dim=DIM, expire=1 << 40)]
-    grads = np.full((batch, DIM), 0.01, np.float32)
-    for table in tables:
-        for first in range(0, rows, 100_000):
-            ids = np.arange(first, min(rows, first + 100_000))
-            table.update(ids, np.zeros((len(ids), DIM), np.float32))
-    ratios, times = [], []
+    plain, ratios = _in_turns(tables, rounds, lambda: [rng.integers(0, rows, batch) for _ in range(40)])
+    print(f"{rows:,} rows x {DIM} in RAM, Adam, {batch:,} ids: a step {plain * 1e3:.2f} ms, with ages and", end=" ")
+    print(f"counts x {np.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}); wanted: 1.03")
+
+
+def admit(rounds: int, rows: int, batch: int) -> None:
+    """Print what admission costs a step whose ids are stored, and one of which a part is new and mostly refused."""
+    tables = [_filled(rows), _filled(rows, admit=0.1)]
+    rng = np.random.default_rng(3)
+    for new in (0, batch // 20, batch // 2):
+        strangers = np.empty(0, np.int64)
+
+        def batches(new: int = new) -> list[Any]:
+            nonlocal strangers
+            for table in tables:
+                table.delete(strangers)  # the plain table does not grow
+            strangers = rng.integers(rows, 1 << 60, 40 * new)
+            parts = strangers.reshape(40, new)
+            return [rng.permutation(np.concatenate([rng.integers(0, rows, batch - new), part])) for part in parts]
+
+        plain, ratios = _in_turns(tables, rounds, batches)
+        print(f"{rows:,} rows x {DIM} in RAM, Adam, {batch:,} ids, {new / batch:.0%} of them new: a step", end=" ")
+        print(f"{plain * 1e3:.2f} ms, with admit=0.1 x {np.median(ratios):.3f}", end=" ")
+        print(f"({min(ratios):.3f} to {max(ratios):.3f}); wanted: 1.05")
+
+
+def _filled(rows: int, **rules: Any) -> bb.Table:
+    """Return a table in RAM whose rows are all stored."""
+    table = bb.create(None, dim=DIM, **rules)
+    for first in range(0, rows, 100_000):
+        ids = np.arange(first, min(rows, first + 100_000))
+        table.set(ids, table.lookup(ids))
+    return table
+
+
+def _in_turns(tables: list[bb.Table], rounds: int, batches: Callable[[], list[Any]]) -> tuple[float, list[float]]:
+    """Return the median seconds of a step of the first table, and the ratios of the second one's to it."""
+    ratios: list[float] = []
+    times = []
     for _ in range(rounds):
-        batches = [rng.integers(0, rows, batch) for _ in range(40)]
+        every = batches()
+        grads = np.full((len(every[0]), DIM), 0.01, np.float32)
         seconds = []
         for table in tables if len(ratios) % 2 else tables[::-1]:
             began = time.perf_counter()
-            for ids in batches:
+            for ids in every:
                 table.lookup(ids)
                 table.update(ids, grads)
-            seconds.append((time.perf_counter() - began) / len(batches))
-        plain, aged = seconds if len(ratios) % 2 else seconds[::-1]
-        ratios.append(aged / plain)
+            seconds.append((time.perf_counter() - began) / len(every))
+        plain, other = seconds if len(ratios) % 2 else seconds[::-1]
+        ratios.append(other / plain)
         times.append(plain)
-    print(
-        f"{rows:,} rows x {DIM} in RAM, Adam, {batch:,} ids: a step {np.median(times) * 1e3:.2f} ms, with ages and",
-        end=" ",
-    )
-    print(f"counts x {np.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}); wanted: 1.03")
+    return float(np.median(times)), ratios
 
 
 def sweep(directory: Path, rows: int, ram: int) -> None:
@@ -202,7 +234,7 @@ def sweep(directory: Path, rows: int, ram: int) -> None:
 
 def main() -> int:
     options = common.parser(__doc__)
-    names = ["parquet", "half", "expire", "step", "sweep"]
+    names = ["parquet", "half", "expire", "step", "admit", "sweep"]
     options.add_argument("parts", nargs="*", help=f"{', '.join(names)}; default: all")
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--size", type=float, default=10e9, help="bytes of the table of `half` and `expire`")
@@ -219,8 +251,9 @@ def main() -> int:
         half(chosen.dir, size, max(size // 4, 64 << 20))
     if "expire" in parts:
         expire(chosen.dir, size, max(size // 4, 64 << 20))
-    if "step" in parts:
-        step(chosen.rounds * 3, rows // 4, 4096 if chosen.tiny else 65_536)
+    for name, part in (("step", step), ("admit", admit)):
+        if name in parts:
+            part(chosen.rounds * 3, rows // 4, 4096 if chosen.tiny else 65_536)
     if "sweep" in parts:
         sweep(chosen.dir, 1_000_000 if chosen.tiny else int(chosen.rows), (64 << 20) if chosen.tiny else (3 << 30))
     return 0
