@@ -60,6 +60,7 @@ class Made:
     deletions_from: int = 0
     rewinds: tuple[tuple[int, int], ...] = ()
     rules: tuple[int, ...] = (30, 0, 0, 12, 1, 0, 0)  # expire, max_rows, keep, clock, kind of clock, order, zero
+    admit: float = 0.5
     chunks: tuple[tuple[int, tuple[tuple[int, int, bytes], ...]], ...] = ()  # (kind, ((id, version, payload), ...))
     segment_bytes: int | None = None  # as the manifest states it
 
@@ -90,6 +91,8 @@ class Made:
                 body += struct.pack("<QQ", *rewind)
         if self.reader_flags & 8:
             body += struct.pack("<qqqqBBH", *self.rules)
+        if self.reader_flags & 16:
+            body += struct.pack("<d", self.admit)
         whole = b"BBEDMAN\n" + struct.pack("<IIQ", self.version, 0, len(body)) + body
         return whole + struct.pack("<I", crc32c(whole))
 
@@ -370,6 +373,36 @@ def test_ages_of_the_core_read_by_hand(tmp_path: Path) -> None:
     rows = read_table(tmp_path / "table")
     found = {id_: struct.unpack_from("<qI", body, 48) for id_, (_, body) in rows.items()}
     assert found == {1: (0, 1), 2: (2, 2), 3: (1 << 40, 3)}
+
+
+def test_a_probability_of_admission_opens(tmp_path: Path) -> None:
+    facts: dict[str, Any] = {"num_rows": -1, "reader_flags": 16, "chunks": ((1, ((5, 1, payload(*[1.0] * 12)),)),)}
+    folder = Made(admit=0.25, stored_rows=1, **facts).write(tmp_path / "made")
+    assert bb.check(folder) == []
+    with bb.open(folder, ram="16MiB") as table:
+        assert table.retention == bb.Retention(admit=0.25)
+    for number, admit in enumerate((0.0, 1.0, -0.5, np.nan, np.inf)):
+        with pytest.raises(bb.FormatError, match="probability of admission is out of range"):
+            bb.open(Made(admit=admit, stored_rows=1, **facts).write(tmp_path / f"wrong-{number}"), ram="16MiB")
+
+
+def test_a_probability_of_the_core_read_by_hand(tmp_path: Path) -> None:
+    """The flag is the one of FORMAT.md; without the rule the manifest has neither flag nor field."""
+    ids = np.array([0, 1, 2, 3, 12345, 2**31, 2**40 + 3, 2**63 - 1])
+    with bb.create(tmp_path / "table", dim=4, admit=0.5, seed=7, ram="16MiB") as table:
+        for rules, flags in ((bb.Retention(admit=0.5), 16), (bb.Retention(), 0)):
+            table.retention = rules
+            table.update(ids, np.ones((8, 4), np.float32))
+            if flags:
+                assert "".join(str(int(one)) for one in table.contains(ids)) == "00001011"
+                assert "`00001011`" in FORMAT.read_text()
+            commit = table.commit()
+            manifest = (tmp_path / "table" / f"manifest-{commit:016d}").read_bytes()
+            assert struct.unpack_from("<Q", manifest, 24)[0] == flags
+            if flags:
+                assert struct.unpack_from("<d", manifest, len(manifest) - 12)[0] == 0.5
+        assert table.contains(ids).all()
+    assert len(read_table(tmp_path / "table")) == 8
 
 
 def test_a_table_of_the_core_reads_by_hand(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ FOUR = (
     "two losses on one forward",
     "ids ahead",
     "weighted bags",
+    "admission",
 )
 
 

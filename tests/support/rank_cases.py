@@ -50,6 +50,7 @@ class Case:
     host: str = "DDP"  # what wraps the model
     reopens: bool = False  # commits and opens the table again in the middle
     seed: int = 0  # of the batches
+    admit: float | None = None  # with it, the table takes any id
 
     @property
     def trains_dense(self) -> bool:
@@ -83,6 +84,8 @@ def cases() -> dict[str, Case]:
         "files": Case(ram="64MiB", reopens=True),
         "files, 3 shards for each rank": Case(ram="64MiB", shards=3, reopens=True, clips=True),
         "files, ids ahead": Case(ram="64MiB", ahead=True, window=2),
+        "admission": Case(admit=0.2, clips=True),
+        "admission, files": Case(admit=0.2, ram="64MiB", shards=2, ahead=True, window=2, reopens=True),
     }
     for kind in MODELS:
         if kind != "embedding":
@@ -273,7 +276,10 @@ class _Job:
                 if case.ram is not None:
                     assert self._folder is not None
                     places |= {"path": self._folder / name, "ram": case.ram}
-            layer: nn.Module = kind(ROWS, DIM, seed=seed, optimizer=case.optimizer, dtype=case.dtype, **places, **more)
+            if case.admit is not None:
+                more["retention"] = bb.Retention(admit=case.admit)
+            rows = ROWS if case.admit is None else None
+            layer: nn.Module = kind(rows, DIM, seed=seed, optimizer=case.optimizer, dtype=case.dtype, **places, **more)
             return layer
 
         self._core = MODELS[case.kind](make)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
+from bunkbed.testing import ReferenceTable
 
 keras = pytest.importorskip("keras", reason="keras is not installed")
 pytest.importorskip("tensorflow", reason="tensorflow is not installed")
@@ -31,6 +32,25 @@ def test_a_layer_sweeps_and_comes_back_from_its_config(tmp_path: Path) -> None:
     table = again.layers[0].table
     assert (table.retention, len(table), table.step) == (rules, 30, 6)
     table.close()
+
+
+def test_a_layer_admits_rows(tmp_path: Path) -> None:
+    rules = bb.Retention(admit=0.3)
+    layer = bk.Embedding(None, 4, path=tmp_path / "table", ram="16MiB", optimizer=bb.SGD(lr=0.1), retention=rules)
+    model = keras.Sequential([keras.Input((1,), dtype="int64"), layer, keras.layers.Flatten(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(np.arange(400).reshape(-1, 1), np.ones((400, 1)), batch_size=100, shuffle=False, verbose=0)
+    table = layer.table
+    oracle = ReferenceTable(dim=4, seed=table.seed, admit=0.3, init=table.init)
+    for first in range(0, 400, 100):
+        oracle.update(np.arange(first, first + 100), np.ones((100, 4), np.float32))
+    assert table.contains(np.arange(400)).tolist() == oracle.contains(np.arange(400)).tolist()
+    assert layer.get_config()["retention"]["admit"] == 0.3
+    model.save(tmp_path / "model.keras")
+    table.close()
+    again = keras.models.load_model(tmp_path / "model.keras").layers[0].table
+    assert again.retention == rules and len(again) == len(oracle)
+    again.close()
 
 
 def test_a_loaded_model_keeps_the_rules_of_its_table(tmp_path: Path) -> None:

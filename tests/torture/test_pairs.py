@@ -40,7 +40,7 @@ def test_every_public_name_and_argument_is_in_a_feature(tmp_path: Path) -> None:
             more += ("reopen with another optimizer", "reader", "delete", "changes")
             for kind in ("bfloat16", "disk"):
                 pairs.story((place, kind, *more), number, _new(tmp_path / f"{place} {kind}"), length=40)
-            for rule in ("expire", "max_rows", "clock of events"):
+            for rule in ("expire", "max_rows", "clock of events", "admit"):
                 pairs.story((place, rule, "sweep"), number, _new(tmp_path / f"{place} {rule}"), length=4)
     forgotten, stale = pairs.missing(used)
     assert not forgotten, f"in no feature of torture/stories/features.py: {', '.join(forgotten)}"

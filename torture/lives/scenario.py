@@ -32,7 +32,7 @@ TABLES: dict[str, dict[str, Any]] = {
         "dtype": "bfloat16",
     },
     "late": {"dim": 8, "num_rows": 24, "optimizer": bb.SGD(lr=0.5), "init": bb.Uniform(-1.0, 1.0), "seed": 5},
-    # Without a run: rows of any id go by rules.
+    # Without a run: rows of any id come and go by rules.
     "visitor": {
         "dim": 384,
         "num_rows": None,
@@ -42,6 +42,7 @@ TABLES: dict[str, dict[str, Any]] = {
         "expire": 7,
         "max_rows": 45,
         "evict": "rarest",
+        "admit": 0.7,
     },
 }
 #: The tables of the run.

@@ -202,7 +202,7 @@ def _(s: Story) -> None:
 
 @call("sweep")
 def _(s: Story) -> None:
-    if not s.oracle.retention:
+    if not s.oracle.retention.removes:
         must_raise(ValueError, "no rule by which rows go", s.table.sweep)
         return
     if s.oracle.retention.clock == "event":
@@ -219,10 +219,14 @@ def _(s: Story) -> None:
 @call("rules change")
 def _(s: Story) -> None:
     rules = dataclasses.replace(s.oracle.retention, max_rows=int(s.rng.integers(30, 90)), evict="oldest", keep=5)
-    if not s.oracle.retention:
+    if not s.oracle.retention.removes:
         must_raise(ValueError, "made without", setattr, s.table, "retention", rules)
-        return
-    s.table.retention = s.oracle.retention = rules
+        rules = s.oracle.retention
+    admits = dataclasses.replace(rules, admit=float(s.rng.uniform(0.3, 0.9)))
+    if s.table.num_rows is not None or s.layer is not None:
+        must_raise(ValueError, "for a table of any id|with a device cache", setattr, s.table, "retention", admits)
+        admits = rules
+    s.table.retention = s.oracle.retention = admits
 
 
 @call("changes", scratch="scratch", files=True)

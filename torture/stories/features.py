@@ -43,6 +43,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "expire": ("rules", {"expire": 5, "keep": 20}),
     "max_rows": ("rules", {"max_rows": 60, "evict": "rarest"}),
     "clock of events": ("rules", {"expire": 3, "clock": "event"}),
+    "admit": ("rules", {"admit": 0.5}),
     "ram least": ("ram", {}),
     "ram ample": ("ram", {"ram": "8MiB"}),
     "Budget": ("ram", {}),
@@ -68,13 +69,14 @@ HOLES: dict[tuple[str, str], tuple[Any, str]] = {
     ("RowwiseAdagrad", "export torch"): (ValueError, "torch has no optimizer with the state of RowwiseAdagrad"),
     **{
         ("num_rows", rule): (ValueError, "is for a table of any id")
-        for rule in ("expire", "max_rows", "clock of events")
+        for rule in ("expire", "max_rows", "clock of events", "admit")
     },
     **{
         (rule, f"export {name}"): (ValueError, "takes any id, which")
-        for rule in ("expire", "max_rows", "clock of events")
+        for rule in ("expire", "max_rows", "clock of events", "admit")
         for name in ("npy", "torch", "weights-h5", "tensorflow")
     },
+    ("admit", "device cache"): (ValueError, "a device_cache stores every row that a step names"),
     ("sharded", "device cache"): (ValueError, "is sharded: a device cache lies above one table"),
 }
 

@@ -131,6 +131,11 @@ class TableFacts:
                 f"table '{self._name}': admit={value.admit} is for a table of any id, whose rows come and go; this one "
                 f"has num_rows={self.num_rows}, with which every row is there"
             )
+        if value.admit not in (None, present.admit) and self.has_cache:
+            raise ValueError(
+                f"table '{self._name}': admit={value.admit} does not work with a device cache, and a layer with "
+                "device_cache= uses the table; change the rule without such a layer"
+            )
         if present != value:
             self.core.set_retention(value.native())
 

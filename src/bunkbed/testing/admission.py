@@ -70,12 +70,6 @@ class AdmissionTests(SuitePart):
         table.update(twice[::-1], np.ones((400, self.dim), np.float32))
         reference.update(ids, grads + grads)
         assert_same_rows(table, reference, self.all_ids())
-        for one in (table, reference):
-            if isinstance(one, ReferenceTable):
-                one.update(ids, grads)
-            else:
-                one.update_batch(one.batch(ids[::-1]), grads)
-        assert_same_rows(table, reference, self.all_ids())
 
     @of_0_3
     def test_a_row_that_is_not_admitted_is_its_initial_row(self, pair: Pair) -> None:
