@@ -106,6 +106,8 @@ class SweepTests(SuitePart):
             with pytest.raises(kind, match="clock must be"):
                 table.clock = value
         assert table.clock == 11
+        with pytest.raises(ValueError, match="position 1"):
+            table.update([1, 2], np.array([[0], [np.nan]], np.float32) * np.ones((2, self.dim), np.float32))
         assert_same_rows(table, reference, self.all_ids())
 
     @pytest.mark.parametrize("pair", [{"num_rows": None, "expire": 6, "clock": "event"}], indirect=True)

@@ -98,7 +98,7 @@ class ShardedRows:
         self._spec = spec
         self._cores = list(cores)
         self._writable = writable
-        self._checker = _native.create("", name, spec, 0, 0)
+        self._checker = checker_of(name, spec)
         self._bags = BagPooling(name)
         self._lock = threading.RLock()  # guards the fields below and the order of calls
         self._closed = False
@@ -526,6 +526,14 @@ class ShardedRows:
         """See `bunkbed.Table.compact`."""
         with self.alone(write=True):
             return sum(self._each(lambda _, core: core.compact(), FEW_IDS + 1))
+
+
+def checker_of(name: str, spec: _native.TableSpec) -> _native.Table:
+    """Return a table without rows, whose calls check arguments and name what is wrong."""
+    checker = _native.create("", name, spec, 0, 0)
+    if spec.retention.clock:
+        checker.set_clock(0)  # else its updates would report this first
+    return checker
 
 
 def require_ready(core: _native.Table, batch: _native.Batch, dim: int) -> None:

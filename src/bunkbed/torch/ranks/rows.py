@@ -23,7 +23,7 @@ from bunkbed.core.arguments import Floats, Ids
 from bunkbed.core.types import Array, Json
 from bunkbed.errors import BunkbedError, TableClosedError
 from bunkbed.sharded.base.bag_pooling import BagPooling
-from bunkbed.sharded.base.rows import ShardedBatch, ShardedRows, require_ready
+from bunkbed.sharded.base.rows import ShardedBatch, ShardedRows, checker_of, require_ready
 from bunkbed.table.sweeps import first_removable
 from bunkbed.table.table import Table
 from bunkbed.torch.ranks.exchange import exchange_of
@@ -75,7 +75,7 @@ class RankRows:
         self._process = os.getpid()
         self._changes = changes
         self.exchange = exchange_of(ranks)
-        self._checker = _native.create("", name, spec, 0, 0)
+        self._checker = checker_of(name, spec)
         self._bags = BagPooling(name)
         self._last = ""  # the last change, for messages
         self.number = self.exchange.join(self)
