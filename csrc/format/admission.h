@@ -13,11 +13,14 @@ class Admission {
  public:
   // Of one step. `probability`: in (0, 1); `seed`: the table's.
   Admission(double probability, uint64_t seed, int64_t step)
-      : limit_(probability * 0x1p53), seed_(seed), step_(fault_is("admission_without_step") ? 0 : static_cast<uint32_t>(step)) {}
+      : limit_(probability * 0x1p53),
+        seed_(seed),
+        step_(fault_is("admission_without_step") ? 0 : static_cast<uint32_t>(step)) {}
 
   // Whether the step stores this row. It is asked for rows that are not stored.
   bool admits(int64_t id) const {
-    // One block of Philox4x32-10. The streams of initial values and of rounding have other blocks (kernels/impl/philox_impl.h).
+    // One block of Philox4x32-10, with one row at a time: few rows of a step are not stored. The streams of initial
+    // values and of rounding have other blocks (kernels/impl/philox_impl.h).
     constexpr uint32_t kAdmissionStream = 0x40000000u;
     uint32_t c0 = static_cast<uint32_t>(id);
     uint32_t c1 = static_cast<uint32_t>(static_cast<uint64_t>(id) >> 32);

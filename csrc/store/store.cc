@@ -179,7 +179,8 @@ void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bo
     }
     if (entries_[i] == kAbsent) {
       if (!create) continue;
-      const bool is_admitted = admission == nullptr || admission->admits(fault_is("admission_by_place") ? static_cast<int64_t>(i) : rows[i]);
+      const int64_t drawn = fault_is("admission_by_place") ? static_cast<int64_t>(i) : rows[i];  // the row, but for the bug
+      const bool is_admitted = admission == nullptr || admission->admits(drawn);
       ++(is_admitted ? admitted : refused);
       if (!is_admitted) continue;
     }

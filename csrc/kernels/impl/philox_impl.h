@@ -2,9 +2,10 @@
 // Included once by each translation unit of the kernels; see kernels_impl.h.
 //
 // key = (seed bits 0..31, seed bits 32..63); counter = (id bits 0..31, id bits 32..63, block, extra).
-// The streams of one table are disjoint: initial values count blocks from 0 with extra = 0, stochastic rounding of
-// field f from kRoundingStream + f * kFieldStream with extra = step mod 2^32. (Only a row of 2^27 elements, more than a
-// record can hold, would reach the blocks of the next field.)
+// The streams of one table are disjoint: initial values count blocks from 0 with extra = 0, admission has block
+// 0x40000000 (format/admission.h), and stochastic rounding of field f counts from kRoundingStream + f * kFieldStream,
+// both with extra = step mod 2^32. (Only a row of 2^27 elements, more than a record can hold, would reach the blocks of
+// the next field.)
 
 constexpr int64_t kGroupBlocks = 8;
 constexpr int64_t kGroupPairs = 2 * kGroupBlocks;
