@@ -13,11 +13,11 @@ import pytest
 
 import bunkbed as bb
 from bunkbed.torch.device.base import capabilities
-from bunkbed.torch.device.base.batches import PIECE, cut
+from bunkbed.torch.device.base.batches import PIECE
 from bunkbed.torch.device.base.update_rules import step_constants
 from bunkbed.torch.device.kernels import launch, operations
 from bunkbed.torch.device.kernels.choice import chooser
-from bunkbed.torch.device.kernels.operations import Gather, Operation, Scatter, SumPieces, update_of
+from bunkbed.torch.device.kernels.operations import Gather, Operation, Scatter, SumPieces, pieces_of, update_of
 from device_setup import batches, cache_of, contents, loss_of, make_layer, most_rows, torch, train
 
 OPTIMIZERS = [
@@ -84,12 +84,13 @@ def test_sums(dim: int) -> None:
         np.array([7]),
     ):
         bounds = np.append(0, np.cumsum(lengths))
-        first, again = cut(bounds, PIECE)
-        assert (again is None) == (lengths.max() <= PIECE)
+        first, again = pieces_of(bounds)
+        is_cut = lengths.max() > PIECE
+        assert (len(first) > len(lengths)) == is_cut
         rows = torch.from_numpy(rng.integers(0, 90, bounds[-1]))  # of bags: they repeat
         grads = floats(rng, 90, dim)
         grads[3] = -0.0
-        args = [torch.from_numpy(first), None if again is None else torch.from_numpy(again)]
+        args = [torch.from_numpy(first), torch.from_numpy(again) if is_cut else None]
         plain, kernel = both(SumPieces(dim), grads, rows, *args)
         assert torch.equal(kernel, plain), lengths
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -145,10 +146,7 @@ class SumPieces:
         rows = _rows(self.width)
         ids = np.sort(_skewed(rng, rows, rows))
         bounds = np.append(np.flatnonzero(np.diff(ids, prepend=-1)), rows)
-        counts = -(-np.diff(bounds) // PIECE)
-        again = np.cumsum(counts) - counts
-        within = np.arange(counts.sum()) - np.repeat(again, counts)
-        first = np.repeat(bounds[:-1], counts) + within * PIECE
+        first, again = pieces_of(bounds)
         grads = torch.from_numpy(_floats(rng, (rows, self.width)))
         return grads, torch.from_numpy(rng.permutation(rows)), torch.from_numpy(first), torch.from_numpy(again)
 
@@ -233,6 +231,18 @@ def update_of(optimizer: optim.Optimizer, dim: int) -> Update | None:
 def _rows(words: int) -> int:
     """Return the number of rows in a trial, which keeps up to nine numbers on the device for each word (12 assumed)."""
     return int(max(256, min(_TRIAL_ROWS, _TRIAL_BYTES // (12 * 4 * words))))
+
+
+def pieces_of(bounds: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the start of each piece, int64[P], and the first piece of each segment, int64[U]; see `Segments`.
+
+    Args:
+        bounds: int64[U + 1], the start of each segment, then the end of the last one; no segment is empty.
+    """
+    counts = -(-np.diff(bounds) // PIECE)
+    firsts = np.cumsum(counts) - counts
+    within = np.arange(counts.sum()) - np.repeat(firsts, counts)
+    return np.repeat(bounds[:-1], counts) + within * PIECE, firsts
 
 
 def _bits(rng: np.random.Generator, shape: tuple[int, int]) -> Tensor:
