@@ -22,6 +22,9 @@ from benchmarks.harness import common
 from benchmarks.harness.figures import Figure, Settings
 from bunkbed import _native
 
+#: Gradients of one row that a GPU adds in one piece, as in bunkbed.torch, which is not imported here.
+PIECE = 64
+
 Samples = dict[str, list[float]]
 
 
@@ -64,8 +67,8 @@ def fill(device: _native.DeviceMap, table: _native.Table, place: Callable[[np.nd
 
 def measured(device: Any, table: Any, batches: list[np.ndarray], window: int) -> tuple[Samples, float, float]:
     """Seconds of the parts of each step of the second half; unique rows and misses of one."""
-    times: Samples = {"dedupe": [], "expect": [], "plan": [], "positions": [], "release": []}
-    positions = np.empty(batches[0].size, np.int64)
+    times: Samples = {"dedupe": [], "expect": [], "plan": [], "numbers": [], "release": []}
+    numbers = np.empty(0, np.int64)
     coming: deque[tuple[Any, int]] = deque()
     unique, warm = 0, len(batches) // 2
     before = device.stats()
@@ -84,7 +87,9 @@ def measured(device: Any, table: Any, batches: list[np.ndarray], window: int) ->
             continue
         batch, number = coming.popleft()
         plan = timed("plan", lambda batch=batch, number=number: device.plan(batch, number))
-        timed("positions", lambda plan=plan: plan.positions(positions))
+        if numbers.size < plan.max_numbers(PIECE):
+            numbers = np.empty(plan.max_numbers(PIECE), np.int64)
+        timed("numbers", lambda plan=plan, numbers=numbers: plan.write_numbers(PIECE, numbers))
         if len(times["plan"]) % 2:
             plan.mark_dirty()
         device.arrived(plan.evict_ids)
@@ -105,7 +110,7 @@ def figures_of(
     where = f"{num_rows:,} rows, {share:.0%} cached" + (f", window of {window}" if window else "")
     parts = {part: statistics.median(samples) * 1e6 for part, samples in times.items()}
     rates = [
-        num_ids / (a + b + c) / 1e6 for a, b, c in zip(times["dedupe"], times["plan"], times["positions"], strict=True)
+        num_ids / (a + b + c) / 1e6 for a, b, c in zip(times["dedupe"], times["plan"], times["numbers"], strict=True)
     ]
     note = f"{unique:,.0f} unique rows, {misses:,.0f} missed; us: "
     note += ", ".join(f"{part} {value:,.0f}" for part, value in parts.items())

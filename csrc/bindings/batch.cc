@@ -95,17 +95,10 @@ void bind_batch(nb::module_& m) {
           "offsets", [](const Batch& batch) { return wide(batch.offsets()); },
           "int64[U + 1], a copy: where the groups of order() start, and where the last one ends.")
       .def("max_numbers", &max_numbers<Batch>, "most"_a, "The most numbers that write_numbers() writes.")
-      .def(
-          "write_numbers",
-          [](const Batch& batch, size_t most, const IdsOut& out) {
-            require_room(max_numbers(batch, most), out);
-            const WithoutGil without_gil;
-            return batch.write_numbers(most, out.data());
-          },
-          "most"_a, "out"_a,
-          "Write inverse() [N], order() [N], offsets() without its end [U] and, if an id is there more than `most` times, "
-          "the first piece of each id [U] and the place where each piece starts [P]: a piece has at most `most` places "
-          "of one id. Return P, or 0 if no id is cut.")
+      .def("write_numbers", &write_numbers<Batch>, "most"_a, "out"_a,
+           "Write inverse() [N], order() [N], offsets() without its end [U] and, if an id is there more than `most` "
+           "times, the first piece of each id [U] and the place where each piece starts [P]: a piece has at most `most` "
+           "places of one id. Return P, or 0 if no id is cut.")
       .def(
           "rows_in",
           [](const Batch& batch, const Batch& other) {

@@ -31,6 +31,13 @@ size_t max_numbers(const Numbered& source, size_t most) {
 }
 // Raises unless `out` has room for so many numbers.
 void require_room(size_t numbers, const IdsOut& out);
+// Has a batch or a plan write its numbers.
+template <typename Numbered>
+size_t write_numbers(const Numbered& source, size_t most, const IdsOut& out) {
+  require_room(max_numbers(source, most), out);
+  const WithoutGil without_gil;
+  return source.write_numbers(most, out.data());
+}
 void bind_batch(nanobind::module_& m);
 void bind_losses(nanobind::module_& m);
 void bind_many(nanobind::module_& m);

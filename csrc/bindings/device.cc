@@ -47,28 +47,10 @@ void bind_device(nb::module_& m) {
                    "int64[E]: evicted dirty ids, to be written back before their frames are loaded.")
       .def_prop_ro("evict_frames", [](const Plan& plan) { return plan_array(plan, &Plan::Arrays::evict_frames); },
                    nb::rv_policy::automatic, "int64[E]: the frames to write them back from.")
-      .def(
-          "write_numbers",
-          [](const Plan& plan, size_t most, const IdsOut& out) {
-            require_room(max_numbers(plan, most), out);
-            const WithoutGil without_gil;
-            return plan.write_numbers(most, out.data());
-          },
-          "most"_a, "out"_a,
-          "Write frames [U], load_frames [L], evict_frames [E], and what write_numbers() of the batch writes, with the "
-          "frame of each id in place of inverse(). Return what that returns.")
+      .def("write_numbers", &write_numbers<Plan>, "most"_a, "out"_a,
+           "Write frames [U], load_frames [L], evict_frames [E], and what write_numbers() of the batch writes, with the "
+           "frame of each id in place of inverse(). Return what that returns.")
       .def("max_numbers", &max_numbers<Plan>, "most"_a, "The most numbers that write_numbers() writes.")
-      .def(
-          "positions",
-          [](const Plan& plan, const IdsOut& out) {
-            if (plan.batch().size() != out.shape(0)) {
-              throw Error(ErrorKind::kInvalid, "a plan of " + std::to_string(plan.batch().size()) +
-                                                   " ids cannot fill an array of " + std::to_string(out.shape(0)));
-            }
-            const WithoutGil without_gil;
-            plan.positions(out.data());
-          },
-          "out"_a, "Fill int64[N] with the frame of each id of the plan's batch, in the batch's order.")
       .def(
           "mark_dirty", [](Plan& plan) { plan.mark_dirty(); }, nb::call_guard<WithoutGil>(),
           "Mark its frames as newer than the table. Call it after their loads and before release().")

@@ -31,7 +31,7 @@ class OnThisThread:
         pass
 
 
-def beside_the_budget(num_rows: int, frames: int, optimizer: bb.Optimizer, ahead: bool) -> float:
+def bytes_above_the_budget(num_rows: int, frames: int, optimizer: bb.Optimizer, ahead: bool) -> float:
     """Bytes that training allocates through torch, at most at a time, less those of a cache of `frames` rows.
 
     Given in records of a batch's rows.
@@ -66,17 +66,17 @@ def test_training_takes_its_budget_and_what_a_batch_needs(
     optimizer: bb.Optimizer, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(window, "ThreadPoolExecutor", OnThisThread)
-    beside = {
-        (num_rows, frames): beside_the_budget(num_rows, frames, optimizer, ahead)
+    above = {
+        (num_rows, frames): bytes_above_the_budget(num_rows, frames, optimizer, ahead)
         for num_rows in (50_000, 1_000_000)
         for frames in (3_000, 9_000)
     }
-    print(f"beside the budget, in records of a batch's rows, by rows of table and cache: {beside}")
+    print(f"above the budget, in records of a batch's rows, by rows of table and cache: {above}")
     # Neither the cache nor the table has a part in it: a batch's records as they come and as they are updated, its
     # lookups, their gradients, and the sums of these. A record of Adam is three times the weights.
     allowed = 3.0 if optimizer.slots else 6.0
     if ahead:  # and the numbers of two coming batches, at most eight of 8 bytes for each id
         allowed += 2 * 64 / (4 * DIM * (1 + len(optimizer.slots)))
-    assert max(beside.values()) <= allowed, beside
+    assert max(above.values()) <= allowed, above
     if not ahead:  # a small cache has not always room for two
-        assert max(beside.values()) - min(beside.values()) < 0.2, beside
+        assert max(above.values()) - min(above.values()) < 0.2, above

@@ -111,27 +111,3 @@ TEST(admission_reserves_for_admitted_rows_alone) {
   CHECK(stored > 300 && stored < 500);
   CHECK_EQ(table->stats().store.refused_rows, ids.size() - stored);
 }
-
-TEST(admission_and_a_device_cache_exclude_each_other) {
-  TableSpec spec = whole_numbers(-1, 4);
-  spec.retention.admit = 0.5;
-  const auto table = Table::create(vfs::posix(), "", "t", spec, 0);
-  class None final : public Holder {
-   public:
-    size_t num_held() const override { return 0; }
-    size_t max_held() const override { return 8; }
-    size_t num_in_use() const override { return 0; }
-    size_t first_held(const int64_t*, size_t n) const override { return n; }
-    size_t first_not_held(const int64_t*, size_t) const override { return 0; }
-    size_t give_up(const int64_t*, size_t n) override { return n; }
-    size_t give_up_all() override { return 0; }
-    void arrived(const int64_t*, size_t) override {}
-  };
-  CHECK_THROWS(table->set_holder(std::make_shared<None>(), [] {}), ErrorKind::kInvalid, "does not work with a device cache");
-  table->set_retention({});
-  table->set_holder(std::make_shared<None>(), [] {});
-  CHECK_THROWS(table->set_retention(spec.retention), ErrorKind::kInvalid, "does not work with a device cache");
-  CHECK_EQ(table->changeable().retention.admit, 0.0);
-  table->set_holder(nullptr, nullptr);
-  table->set_retention(spec.retention);
-}

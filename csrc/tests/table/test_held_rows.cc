@@ -1,4 +1,5 @@
-// A scan, commit or rewind next to a device cache that other threads train asks for write-backs until no row is held.
+// A scan, commit or rewind next to a device cache that other threads train asks for write-backs until no row is held; and a
+// table with a probability of admission has no device cache.
 #include <functional>
 #include <memory>
 
@@ -103,4 +104,18 @@ TEST(held_rows_of_a_step_that_just_started_stop_a_rewind) {
     CHECK(value() != before);
     table->set_holder(nullptr, nullptr);
   }
+}
+
+TEST(admission_and_a_device_cache_exclude_each_other) {
+  TableSpec spec = whole_numbers(-1, 4);
+  spec.retention.admit = 0.5;
+  const auto table = Table::create(vfs::posix(), "", "t", spec, 0);
+  const auto cache = std::make_shared<Busy>();
+  CHECK_THROWS(table->set_holder(cache, [] {}), ErrorKind::kInvalid, "does not work with a device cache");
+  table->set_retention({});
+  table->set_holder(cache, [] {});
+  CHECK_THROWS(table->set_retention(spec.retention), ErrorKind::kInvalid, "does not work with a device cache");
+  CHECK_EQ(table->changeable().retention.admit, 0.0);
+  table->set_holder(nullptr, nullptr);
+  table->set_retention(spec.retention);
 }
