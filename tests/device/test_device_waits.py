@@ -152,3 +152,5 @@ def test_a_copy_waits_for_uses_on_every_stream(monkeypatch: pytest.MonkeyPatch) 
     link.used()
     with link.copying():
         assert copies.waited == ["training", "commit"]
+    link.wait(link.ready())
+    assert current[0].waited == ["copies"], "the event at the end of the copies"
