@@ -176,7 +176,7 @@ def admit(rounds: int, rows: int, batch: int) -> None:
             return [rng.permutation(np.concatenate([rng.integers(0, rows, batch - new), part])) for part in parts]
 
         plain, ratios = _in_turns(tables, rounds, batches)
-        print(f"{rows:,} rows x {DIM} in RAM, Adam, {batch:,} ids, {new / batch:.0%} of them new: a step", end=" ")
+        print(f"{rows:,} rows x {DIM} in RAM, Adam, {batch:,} ids, {new / batch:.0%} new: a step", end=" ")
         print(f"{plain * 1e3:.2f} ms, with admit=0.1 x {np.median(ratios):.3f}", end=" ")
         print(f"({min(ratios):.3f} to {max(ratios):.3f}); wanted: 1.05")
 
