@@ -298,6 +298,8 @@ def test_text_within_80_columns(cli: Run, monkeypatch: pytest.MonkeyPatch) -> No
         f"mostly single reads: {asked.reads:,.0f} a step of {format_bytes(asked.read_bytes)} in all",
         "memory 20.0 GB/s, 90,000 random reads/s, writes 2.00 GB/s",
         "as given",
+        "a snapshot or a saved file adds what changes after it: up to 7.2 GiB",
+        "every rate is given: not compared with a disk",
         "disk binds (with lookahead, all at once)",
         "written in a day of this; a drive rated for 600 TB of writes",
         "twice the RAM",
@@ -312,8 +314,8 @@ def test_text_within_80_columns(cli: Run, monkeypatch: pytest.MonkeyPatch) -> No
     ("free", "text"),
     [
         (2**30, "too little room: 1.0 GiB are free there"),
-        (2 * 10_000_000 * 768, "14.3 GiB are free there; 3 x the rows is advised, 21.5 GiB"),
-        (2**40, "1.0 TiB are free there\n"),
+        (2 * 10_000_000 * 768, "fits: 14.3 GiB are free there; 3 x the rows is advised, 21.5 GiB"),
+        (2**40, "fits: 1.0 TiB are free there\n"),
     ],
 )
 def test_free_space_is_compared_where_the_disk_is_measured(
@@ -325,7 +327,9 @@ def test_free_space_is_compared_where_the_disk_is_measured(
     assert code == 0 and text in re.sub(" +\n", "\n", out) and "ext4 on /ssd" in out
     assert ("too little" in out) == (free < big().disk_bytes)
     _code, out, _err = cli(*BIG, "--json")
-    assert json.loads(out)["machine"]["free_bytes"] == free
+    found = json.loads(out)
+    assert found["machine"]["free_bytes"] == free
+    assert found["disk"]["fits"] == (free >= big().disk_bytes)
 
 
 @pytest.mark.parametrize(("memory", "is_short"), [(2**20, True), (2**50, False)])
@@ -343,7 +347,7 @@ def test_json_says_the_same(cli: Run) -> None:
     assert (code, err) == (0, "")
     found = json.loads(out)
     plan = big(machine=replace(MACHINE, read_unit=4096), compute_s=0.02)
-    assert found["machine"]["free_bytes"] is None  # no disk was measured
+    assert found["machine"]["free_bytes"] is None and found["disk"]["fits"] is None  # no disk was measured
     assert set(found) == {
         "machine", "table", "step", "ram", "disk", "seconds", "steps_per_s", "binds", "written_bytes_per_day",
         "days_to_endurance", "changes",

@@ -222,15 +222,18 @@ def _facts(plan: Plan, free: int | None) -> RenderableType:
             "reads", f"mostly {plan.read_path}: {plan.reads:,.0f} a step of {format_bytes(plan.read_bytes)} in all"
         )
     grid.add_row("disk", f"about {format_bytes(plan.disk_bytes)}, {_native.TARGET_LIVE:.0%} of it live")
-    if free is not None:
-        ranks, room = asked.ranks_per_host, format_bytes(free)
-        advised = 3 * ranks * plan.record_bytes * asked.stored
+    stored = asked.ranks_per_host * plan.record_bytes * asked.stored
+    grid.add_row("", f"[dim]a snapshot or a saved file adds what changes after it: up to {format_bytes(stored)}[/]")
+    if free is None:
+        grid.add_row("", "[dim]every rate is given: not compared with a disk[/]")
+    else:
+        room, advised = format_bytes(free), 3 * stored
         if free < advised:
-            short = "too little room: " if free < ranks * plan.disk_bytes else ""
-            text = f"{short}{room} are free there; 3 x the rows is advised, {format_bytes(advised)}"
+            short = "fits" if _fits(plan, free) else "too little room"
+            text = f"{short}: {room} are free there; 3 x the rows is advised, {format_bytes(advised)}"
             grid.add_row("", f"[yellow]{text}[/]")
         else:
-            grid.add_row("", f"[dim]{room} are free there[/]")
+            grid.add_row("", f"[dim]fits: {room} are free there[/]")
     grid.add_row("files", f"{plan.segments:,} segments at most, a descriptor each in a reader")
     if asked.ranks > 1:
         forward, backward = plan.exchanged.forward_bytes, plan.exchanged.backward_bytes
@@ -247,6 +250,11 @@ def _facts(plan: Plan, free: int | None) -> RenderableType:
     if machine.read_unit == 1:
         grid.add_row("", "[yellow]this file system cannot be read past the page cache: the reads/s are the cache's[/]")
     return grid
+
+
+def _fits(plan: Plan, free: int | None) -> bool | None:
+    """Return whether a host's disk has room for its rows, None where no disk was looked at."""
+    return None if free is None else free >= plan.question.ranks_per_host * plan.disk_bytes
 
 
 def _link_rate(asked: Question) -> str:
@@ -338,12 +346,12 @@ def _duration(days: float) -> str:
 def _as_json(base: Plan, others: list[tuple[str, Plan]], life: float, free: int | None) -> Json:
     return {
         "machine": {**asdict(base.machine), "free_bytes": free},
-        **_facts_json(base, life),
-        "changes": [{"change": name, **_facts_json(plan, life)} for name, plan in others],
+        **_facts_json(base, life, free),
+        "changes": [{"change": name, **_facts_json(plan, life, free)} for name, plan in others],
     }
 
 
-def _facts_json(plan: Plan, life: float) -> Json:
+def _facts_json(plan: Plan, life: float, free: int | None) -> Json:
     asked = plan.question
     days = plan.days_to_write(life)
     return {
@@ -381,7 +389,7 @@ def _facts_json(plan: Plan, life: float) -> Json:
             "buffers_bytes": plan.buffers_bytes,
             "window_bytes": plan.window_bytes,
         },
-        "disk": {"bytes": plan.disk_bytes, "segments": plan.segments},
+        "disk": {"bytes": plan.disk_bytes, "segments": plan.segments, "fits": _fits(plan, free)},
         "seconds": {**asdict(plan.times), "step": plan.step_s},
         "steps_per_s": plan.steps_per_s,
         "binds": plan.binds,
