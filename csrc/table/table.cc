@@ -120,7 +120,9 @@ uint64_t Table::compact() {
   TableState& t = parts_->state;
   const auto guard = t.lock.exclusive();
   t.require_writable();
-  return t.store->compaction().compact_all();
+  const uint64_t moved = t.store->compaction().compact_all();
+  t.is_changed |= t.has_files();  // the next commit names fewer segments, which frees their files
+  return moved;
 }
 
 void Table::require_disk_to_keep(const std::string& keep) {

@@ -298,7 +298,7 @@ def test_text_within_80_columns(cli: Run, monkeypatch: pytest.MonkeyPatch) -> No
         f"mostly single reads: {asked.reads:,.0f} a step of {format_bytes(asked.read_bytes)} in all",
         "memory 20.0 GB/s, 90,000 random reads/s, writes 2.00 GB/s",
         "as given",
-        "a snapshot or a saved file adds what changes after it: up to 7.2 GiB",
+        "each snapshot or saved file: up to as much again",
         "every rate is given: not compared with a disk",
         "disk binds (with lookahead, all at once)",
         "written in a day of this; a drive rated for 600 TB of writes",
@@ -313,9 +313,9 @@ def test_text_within_80_columns(cli: Run, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("free", "text"),
     [
-        (2**30, "too little room: 1.0 GiB are free there"),
-        (2 * 10_000_000 * 768, "fits: 14.3 GiB are free there; 3 x the rows is advised, 21.5 GiB"),
-        (2**40, "fits: 1.0 TiB are free there\n"),
+        (2**30, "too little room: 1.0 GiB are free on ext4 on /ssd"),
+        (2 * 10_000_000 * 768, "fits: 14.3 GiB are free on ext4 on /ssd\n         3 x the rows is advised, 21.5 GiB"),
+        (2**40, "fits: 1.0 TiB are free on ext4 on /ssd\nfiles"),
     ],
 )
 def test_free_space_is_compared_where_the_disk_is_measured(
@@ -339,7 +339,7 @@ def test_the_memory_of_this_machine_is_compared_where_the_disk_is_measured(
     monkeypatch.setattr("bunkbed.cli.commands.plan.memory_bytes", lambda: memory)
     assert "this machine has" not in cli(*BIG, *FIGURES)[1]
     monkeypatch.setattr("bunkbed.cli.commands.plan.measure", lambda *_, **__: replace(MACHINE, disk="ext4 on /ssd"))
-    assert ("this machine has 1.0 MiB" in cli(*BIG)[1]) == is_short
+    assert ("too little memory: this machine has 1.0 MiB" in cli(*BIG)[1]) == is_short
 
 
 def test_json_says_the_same(cli: Run) -> None:

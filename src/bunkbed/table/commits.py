@@ -241,5 +241,8 @@ class TableCommits:
                 self.core.rewind("", as_whole(to, what="to", table=f"table '{self._name}'", low=0, high=2**64 - 1))
 
     def compact(self) -> int:
-        """Compact the log in this call, not in small parts. Return how many records were moved."""
+        """Compact the log in this call, not in small parts. Return how many records were moved.
+
+        The last two commits keep their files, so the second commit after this call frees the disk.
+        """
         return int(self.core.compact())

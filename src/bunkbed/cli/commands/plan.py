@@ -94,8 +94,7 @@ def plan(
 ) -> None:
     """Predict the training speed: steps per second, the limiting resource, bytes per tier and the effect of changes.
 
-    Measures memory and disk once, in about five seconds, and stores the figures. A prediction is an upper limit that
-    training comes near.
+    Measures memory and disk once, in about five seconds, and stores the figures. A prediction is an upper limit.
     """
     given = {
         "read_iops": ssd_iops,
@@ -187,7 +186,7 @@ def _facts(plan: Plan, free: int | None) -> RenderableType:
     grid = facts_grid()
     grid.add_row(
         "table",
-        f"{asked.rows:,} rows x {asked.dim} {asked.dtype}, {type(asked.optimizer).__name__}: "
+        f"{asked.rows:,} rows x {asked.dim} {asked.dtype}, {type(asked.optimizer).__name__}:\n"
         f"{plan.record_bytes:,} B a row, {format_bytes(plan.record_bytes * asked.rows)}",
     )
     of_batch, of_all, of_host = "", "", ""
@@ -201,7 +200,8 @@ def _facts(plan: Plan, free: int | None) -> RenderableType:
     grid.add_row(
         "step",
         f"{asked.batch:,} ids{of_batch}, Zipf {asked.zipf:g}: {plan.unique_rows:,.0f} unique rows{of_all}, "
-        f"{plan.misses:,.0f} missed ({plan.misses / plan.unique_rows:.1%})",
+        f"{plan.misses:,.0f} missed ({plan.misses / plan.unique_rows:.1%})"
+        + ("" if plan.fits_batch else ";\nsome are read twice, as the cache is too small for a step"),
     )
     grid.add_row(
         "RAM",
@@ -216,24 +216,23 @@ def _facts(plan: Plan, free: int | None) -> RenderableType:
     else:
         grid.add_row("", f"[dim]the minimum for these rows is {least}[/]")
     if free is not None and asked.ram > memory_bytes():
-        grid.add_row("", f"[yellow]this machine has {format_bytes(memory_bytes())}[/]")
+        grid.add_row("", f"[yellow]too little memory: this machine has {format_bytes(memory_bytes())}[/]")
     if plan.read_path:
         grid.add_row(
             "reads", f"mostly {plan.read_path}: {plan.reads:,.0f} a step of {format_bytes(plan.read_bytes)} in all"
         )
     grid.add_row("disk", f"about {format_bytes(plan.disk_bytes)}, {_native.TARGET_LIVE:.0%} of it live")
-    stored = asked.ranks_per_host * plan.record_bytes * asked.stored
-    grid.add_row("", f"[dim]a snapshot or a saved file adds what changes after it: up to {format_bytes(stored)}[/]")
+    grid.add_row("", "[dim]each snapshot or saved file: up to as much again[/]")
     if free is None:
         grid.add_row("", "[dim]every rate is given: not compared with a disk[/]")
     else:
-        room, advised = format_bytes(free), 3 * stored
+        room, advised = format_bytes(free), 3 * asked.ranks_per_host * plan.record_bytes * asked.stored
         if free < advised:
             short = "fits" if _fits(plan, free) else "too little room"
-            text = f"{short}: {room} are free there; 3 x the rows is advised, {format_bytes(advised)}"
-            grid.add_row("", f"[yellow]{text}[/]")
+            grid.add_row("", f"[yellow]{short}: {room} are free on {escape(machine.disk)}[/]")
+            grid.add_row("", f"[yellow]3 x the rows is advised, {format_bytes(advised)}[/]")
         else:
-            grid.add_row("", f"[dim]fits: {room} are free there[/]")
+            grid.add_row("", f"[dim]fits: {room} are free on {escape(machine.disk)}[/]")
     grid.add_row("files", f"{plan.segments:,} segments at most, a descriptor each in a reader")
     if asked.ranks > 1:
         forward, backward = plan.exchanged.forward_bytes, plan.exchanged.backward_bytes
@@ -290,6 +289,7 @@ def _verdict(plan: Plan, life: float) -> RenderableType:
     grid.add_row(
         "limit", f"[b]{speed(plan.steps_per_s)} steps/s[/], {ids_text} ids/s; [b]{plan.binds}[/] binds ({overlap})"
     )
+    grid.add_row("", f"as many ids as there are rows take {_duration(plan.question.rows / ids / 86_400)}")
     if not plan.fits_batch:
         grid.add_row(
             "",
@@ -327,7 +327,7 @@ def _others(base: Plan, others: list[tuple[str, Plan]]) -> RenderableType:
             f"{plan.record_bytes:,}",
             f"{plan.misses / plan.unique_rows:.1%}",
             f"[b]{speed(plan.steps_per_s)}[/]",
-            "" if plan is base else f"[{'green' if factor > 1.02 else 'dim'}]{factor:.1f}x[/]",
+            "" if plan is base else f"[{'green' if factor > 1.02 else 'dim'}]{factor:{'.0f' if factor >= 99.95 else '.1f'}}x[/]",
             plan.binds,
             decimal_bytes(plan.written_bytes_per_day),
         )
@@ -335,8 +335,9 @@ def _others(base: Plan, others: list[tuple[str, Plan]]) -> RenderableType:
 
 
 def _duration(days: float) -> str:
-    if days < 2:
-        return f"{days * 24:.0f} hours"
+    for unit, in_a_day in (("seconds", 86_400), ("minutes", 1440), ("hours", 24)):
+        if days * in_a_day < (48 if unit == "hours" else 120):
+            return f"{days * in_a_day:.{1 if days * in_a_day < 10 else 0}f} {unit}"
     return f"{days:,.0f} days" if days < 730 else f"{days / 365:,.0f} years"
 
 

@@ -86,10 +86,16 @@ def sweep(
                     table.sweep_rules()
                     rules = replace(table.retention, **cast("Json", given))
                     swept = table.swept_by(rules, table.clock if clock is None else clock, dry_run=True)
-            before = table.version
+            before, took = table.version, _disk_bytes(table)
             version = before if dry_run else commit()
+            if swept.removed and not dry_run:
+                with stderr().status("freeing the disk"):
+                    for _ in range(2):  # the last two commits keep their files
+                        table.compact()
+                        version = commit()
+            disk = took, _disk_bytes(table)
             title = str(path) if name is None else f"table {name} of {path}"
-            _print(title, rules, swept, version, is_new=version != before, as_json=json)
+            _print(title, rules, swept, version, disk, is_new=version != before, as_json=json)
     except KeyboardInterrupt:
         print_error("interrupted; the table is as it was")
         return 130
@@ -103,9 +109,17 @@ def _require_later(table: Table, clock: int) -> None:
         raise UsageProblem(f"table {table.name}: its clock is at {table.clock}, and --clock {clock} is before that")
 
 
-def _print(title: str, rules: Retention, swept: Swept, version: int, *, is_new: bool, as_json: bool) -> None:
+def _disk_bytes(table: Table) -> int:
+    return int(table.stats()["disk_bytes"])
+
+
+def _print(
+    title: str, rules: Retention, swept: Swept, version: int, disk: tuple[int, int], *, is_new: bool, as_json: bool
+) -> None:
+    """Print a sweep; `disk`: the bytes of the table's files before and after it."""
     if as_json:
         facts = {**vars(swept), "removed": swept.removed, "rules": vars(rules), "version": version}
+        facts["disk_bytes"] = {"before": disk[0], "after": disk[1]}
         for bins in ("ages", "counts"):
             facts[bins] = [vars(one) for one in getattr(swept, bins)]
         print_json({"path": title, **facts})
@@ -123,6 +137,8 @@ def _print(title: str, rules: Retention, swept: Swept, version: int, *, is_new: 
     if swept.spared:
         lines.add_row("spared", f"{swept.spared:,} that expired, because of keep")
     lines.add_row("after", f"{swept.rows - swept.removed:,} rows; the others took {format_bytes(swept.freed_bytes)}")
+    if not swept.dry_run:
+        lines.add_row("disk", f"{format_bytes(disk[0])} before, {format_bytes(disk[1])} now")
     lines.add_row("version", f"{version}, committed now" if is_new else f"{version}, the last commit")
     console.print(f"[b]{escape(title)}[/b]", soft_wrap=True)
     console.print(lines, soft_wrap=True)
