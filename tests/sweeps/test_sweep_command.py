@@ -37,7 +37,7 @@ def test_a_table(cli: Cli, tmp_path: Path) -> None:
         "would go 20 that expired",
         "would go 4 beyond the most rows, the last one named 1 times",
         "after 20 rows; the others took",
-        "version 1, the last commit",
+        "commit 1, the last one",
         f"4 to 7 16 {'━' * 10}{'╌' * 30}",
     ):
         assert line in shown, out
@@ -46,17 +46,36 @@ def test_a_table(cli: Cli, tmp_path: Path) -> None:
     assert "expire after 5 (event)" in cli("info", "item")[1]
     code, out, _ = cli("sweep", "item", "--json")
     found = json.loads(out)
-    assert (code, found["expired"], found["evicted"], found["removed"], found["version"]) == (0, 20, 4, 24, 2)
+    assert (code, found["expired"], found["evicted"], found["removed"]) == (0, 20, 4, 24)
+    assert found["version"] == 4  # two commits more, which free the disk
     assert found["rules"]["keep"] == 10 and {"low": 4, "high": 7, "rows": 16} in found["ages"]
     with bb.open(tmp_path / "item", mode="r") as reader:
-        assert len(reader) == 20 and reader.version == 2
+        assert len(reader) == 20 and reader.version == 4
     code, out, _ = cli("sweep", "item", "--clock", "30")
     shown = " ".join(out.split())
     assert code == 0 and "went 10 that expired went 0 beyond the most rows spared 10 that expired" in shown, out
-    assert "version 3, committed now" in shown and "version 3, the last commit" in " ".join(
-        cli("sweep", "item")[1].split()
-    )
+    assert "commit 7, made now" in shown and "commit 7, the last one" in " ".join(cli("sweep", "item")[1].split())
     assert json.loads(cli("info", "item", "--json")[1])["clock"] == 30
+
+
+def test_the_command_frees_the_disk(cli: Cli, tmp_path: Path) -> None:
+    with bb.create(tmp_path / "item", dim=64, ram="48MiB", expire=1, clock="event") as table:
+        for day in range(2):
+            table.clock = day
+            for first in range(40_000 * day, 40_000 * (day + 1), 8_000):
+                table.set(np.arange(first, first + 8_000), np.ones((8_000, 64), np.float32))
+            table.commit()
+        before = table.stats()["disk_bytes"]
+    found = json.loads(cli("sweep", "item", "--json")[1])
+    assert found["removed"] == 40_000
+    with bb.open(tmp_path / "item", mode="r") as reader:
+        now = reader.stats()
+        assert np.all(reader.lookup(np.arange(40_000, 80_000)) == 1)
+    on_disk = sum(file.stat().st_size for file in (tmp_path / "item").iterdir() if file.name.startswith("segment"))
+    assert found["disk_bytes"]["before"] >= before and found["disk_bytes"]["after"] == pytest.approx(on_disk, rel=0.01)
+    assert now["live_bytes"] <= on_disk <= 0.6 * before
+    code, out, _ = cli("sweep", "item", "--clock", "9")
+    assert code == 0 and " MiB before, " in out and " now" in out, out
 
 
 def test_a_table_of_a_run(cli: Cli, tmp_path: Path) -> None:

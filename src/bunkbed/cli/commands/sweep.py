@@ -139,7 +139,7 @@ def _print(
     lines.add_row("after", f"{swept.rows - swept.removed:,} rows; the others took {format_bytes(swept.freed_bytes)}")
     if not swept.dry_run:
         lines.add_row("disk", f"{format_bytes(disk[0])} before, {format_bytes(disk[1])} now")
-    lines.add_row("version", f"{version}, committed now" if is_new else f"{version}, the last commit")
+    lines.add_row("commit", f"{version}, made now" if is_new else f"{version}, the last one")
     console.print(f"[b]{escape(title)}[/b]", soft_wrap=True)
     console.print(lines, soft_wrap=True)
     if swept.ages:
