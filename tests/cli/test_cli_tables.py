@@ -58,7 +58,7 @@ def test_info_of_a_table(cli: Run, table: Path) -> None:
     assert (code, err) == (0, "")
     assert "20 stored of 1,000" in out
     assert "Adam(lr=0.01" in out
-    assert "first (version 1)" in out
+    assert "first (commit 1)" in out
 
     code, out, _ = cli("info", str(table), "--json")
     about = json.loads(out)
@@ -76,7 +76,7 @@ def test_info_of_a_sharded_table(cli: Run, tmp_path: Path) -> None:
         owned = np.bincount(made.shards_of(np.arange(20)), minlength=2).tolist()
     code, out, err = cli("info", str(path))
     assert (code, err) == (0, "") and out.startswith(f"sharded table {path}")
-    assert "20 stored of 1,000" in out and "first (version 1)" in out and "1, after step 1" in out
+    assert "20 stored of 1,000" in out and "first (commit 1)" in out and "1, after step 1" in out
     for index in range(2):
         assert f"shard {index}" in out and str(places[index] / f"shard-000{index}") in out
     about = json.loads(cli("info", str(path), "--json")[1])
@@ -89,7 +89,7 @@ def test_info_of_a_sharded_table(cli: Run, tmp_path: Path) -> None:
 def test_info_of_a_run(cli: Run, run_folder: Path) -> None:
     code, out, err = cli("info", str(run_folder))
     assert (code, err) == (0, "")
-    assert "best (version 1)" in out and "user" in out and "item" in out
+    assert "best (commit 1)" in out and "user" in out and "item" in out
 
     about = json.loads(cli("info", str(run_folder), "--json")[1])
     assert about["kind"] == "run"

@@ -89,7 +89,7 @@ def test_a_folder_gets_a_file_for_each_call_that_finds_changes(
     assert at == table.epoch
     assert {row: weights for row, weights in rows.items() if weights is not None} == {3: [-2.0, -2.0]}
     shown = run(capsys, "info", tmp_path / "t")[1]
-    assert f"nightly (version {at})" in shown and "deleted rows" in shown
+    assert f"nightly (commit {at})" in shown and "deleted rows" in shown
     assert json.loads(run(capsys, "info", tmp_path / "t", "--json")[1])["cursors"] == {"nightly": at}
     assert "nightly  commit" in run(capsys, "changes", tmp_path / "t", "--cursors")[1]
     assert "dropped cursor nightly" in run(capsys, "changes", tmp_path / "t", "--drop-cursor", "nightly")[1]

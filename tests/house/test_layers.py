@@ -66,8 +66,8 @@ PYTHON = {
     "train/report": "bunkbed core errors files machine table train/output train/settings",
     "serve": "bunkbed core errors files train train/data train/settings",
     "cli/shared": "bunkbed core errors files table train/data train/settings",
-    "cli/commands": "bunkbed cli/shared core feed files io/common io/formats machine planning run serve table torch"
-    " train train/data train/demo train/evaluate train/output train/processes train/report train/settings",
+    "cli/commands": "bunkbed cli/shared core feed files io/common io/formats machine maintenance planning run serve"
+    " table torch train train/data train/demo train/evaluate train/output train/processes train/report train/settings",
     "cli": "bunkbed cli/commands cli/shared",
     "__main__": "cli",
 }

@@ -185,7 +185,7 @@ def test_open_gives_the_table_by_either_name_and_only_once(tmp_path: Path) -> No
     assert table.closed and repr(table).endswith("closed>")
     with bb.open(tmp_path / "user", mode="r", ram="8MiB") as reader:
         assert isinstance(reader, bb.ShardedTable) and reader.ram_bytes == 8 << 20
-        assert repr(reader).endswith("3 shards, 2000 rows x 20 bfloat16, Adam, step 5, epoch 1>")
+        assert repr(reader).endswith("3 shards, 2000 rows x 20 bfloat16, Adam, step 5, commit 1>")
     made = bb.ShardedTable.open(tmp_path / "new", create={**FACTS, "shards": 2, "ram": "16MiB"})
     assert made.num_shards == 2 and made.epoch == 0
     made.close(commit=False)

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bunkbed import _native
 from bunkbed.core.typed import typed
@@ -23,7 +23,8 @@ class Snapshot:
     Attributes:
         name: the argument `keep` of the commit.
         epoch: number of the commit.
-        time: time of the commit, by the clock of the machine that made it.
+        time: when the commit's manifest was written, by the file system: the time of the commit, or of a copy that was
+            made by a program that does not keep times.
         step: optimizer steps at the commit; None for a run whose tables differ.
         stored_rows: stored rows at the commit, in all tables.
         bytes: bytes of the files that the commit names.
@@ -70,9 +71,12 @@ def describe_snapshots(path: str | os.PathLike[str]) -> list[Snapshot]:
     >>> [(kept.name, kept.epoch, kept.step, kept.stored_rows) for kept in bb.describe_snapshots(path)]
     [('best', 1, 1, 10)]
     """
-    place = Path(path).expanduser().absolute()
-    files = RunFiles(place)
-    return _of_run(files) if files.epochs() else _of_table(place)
+    return _kept(path).described()
+
+
+def held_bytes(path: str | os.PathLike[str]) -> int:
+    """Return the bytes that the snapshots of the table or run at `path` hold together, beyond the newest commit."""
+    return _kept(path).held_bytes()
 
 
 @typed
@@ -109,19 +113,35 @@ def _when(file: Path) -> datetime:
 _Parts = dict[tuple[str, int], int]
 
 
-def _with_own_bytes(
-    kept: dict[str, tuple[int, Path, int | None, int]], parts: dict[int, _Parts], newest: int
-) -> list[Snapshot]:
-    wanted = {epoch for epoch, *_ in kept.values()} | {newest}
-    found = []
-    for name, (epoch, file, step, rows) in sorted(kept.items(), key=lambda item: item[1][0]):
-        others = set().union(*(parts[other] for other in wanted if other != epoch and other in parts))
-        own = 0 if epoch == newest else sum(size for part, size in parts[epoch].items() if part not in others)
-        found.append(Snapshot(name, epoch, _when(file), step, rows, sum(parts[epoch].values()), own))
-    return found
+class _Kept(NamedTuple):
+    """Snapshots by name: (epoch, manifest, step, rows); what each commit names; and the newest commit."""
+
+    kept: dict[str, tuple[int, Path, int | None, int]]
+    parts: dict[int, _Parts]
+    newest: int
+
+    def described(self) -> list[Snapshot]:
+        wanted = {epoch for epoch, *_ in self.kept.values()} | {self.newest}
+        found = []
+        for name, (epoch, file, step, rows) in sorted(self.kept.items(), key=lambda item: item[1][0]):
+            others = set().union(*(self.parts[other] for other in wanted if other != epoch and other in self.parts))
+            sizes = self.parts[epoch]
+            own = 0 if epoch == self.newest else sum(size for part, size in sizes.items() if part not in others)
+            found.append(Snapshot(name, epoch, _when(file), step, rows, sum(sizes.values()), own))
+        return found
+
+    def held_bytes(self) -> int:
+        every = {part: size for epoch, *_ in self.kept.values() for part, size in self.parts[epoch].items()}
+        return sum(size for part, size in every.items() if part not in self.parts.get(self.newest, {}))
 
 
-def _of_table(place: Path) -> list[Snapshot]:
+def _kept(path: str | os.PathLike[str]) -> _Kept:
+    place = Path(path).expanduser().absolute()
+    files = RunFiles(place)
+    return _of_run(files) if files.epochs() else _of_table(place)
+
+
+def _of_table(place: Path) -> _Kept:
     commits = _native.commits(str(place))
     parts = {c["epoch"]: {("", number): size for number, size in c["segments"].items()} for c in commits}
     kept = {
@@ -129,10 +149,10 @@ def _of_table(place: Path) -> list[Snapshot]:
         for c in commits
         if c["keep"]
     }
-    return _with_own_bytes(kept, parts, commits[-1]["epoch"]) if commits else []
+    return _Kept(kept, parts, commits[-1]["epoch"] if commits else 0)
 
 
-def _of_run(files: RunFiles) -> list[Snapshot]:
+def _of_run(files: RunFiles) -> _Kept:
     newest = files.load_newest()
     names = files.snapshots()
     tables: dict[str, dict[int, Any]] = {}
@@ -154,4 +174,4 @@ def _of_run(files: RunFiles) -> list[Snapshot]:
             parts[epoch].update({(f"tables/{table}", segment): size for segment, size in commit["segments"].items()})
         if name:
             kept[name] = (epoch, files.manifest_path(epoch), steps.pop() if len(steps) == 1 else None, rows)
-    return _with_own_bytes(kept, parts, newest.epoch)
+    return _Kept(kept, parts, newest.epoch)

@@ -566,5 +566,5 @@ class Run(RunReader):
         self.close(commit=kind is None)
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"epoch {self.epoch}"
+        state = "closed" if self._closed else f"commit {self.epoch}"
         return f"<bunkbed.Run {self.path}: {', '.join(self.table_names) or 'no tables'}, {state}>"

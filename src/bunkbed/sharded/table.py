@@ -66,7 +66,7 @@ class ShardedTable(Table):
     ...     table.update(np.array([3, 4]), np.ones((2, 2), np.float32))
     ...     epoch = table.commit(keep="first")
     >>> bb.open(path, mode="r")
-    <bunkbed.ShardedTable 'user' at ...: 2 shards, 10 rows x 2 float32, Adam, step 1, epoch 1>
+    <bunkbed.ShardedTable 'user' at ...: 2 shards, 10 rows x 2 float32, Adam, step 1, commit 1>
     """
 
     core: ShardedCore

@@ -249,5 +249,5 @@ class TableFacts:
         rows = "any id" if self.num_rows is None else f"{self.num_rows} rows"
         return (
             f"<bunkbed.Table '{self._name}' {where}: {rows} x {self.dim} {self.dtype}, "
-            f"{type(self.optimizer).__name__}, step {self.step}, epoch {self.epoch}>"
+            f"{type(self.optimizer).__name__}, step {self.step}, commit {self.epoch}>"
         )

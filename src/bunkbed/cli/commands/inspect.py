@@ -25,6 +25,7 @@ from bunkbed.core.budget import format_bytes
 from bunkbed.core.retention import Retention
 from bunkbed.core.types import Json
 from bunkbed.files.kinds import kind_of
+from bunkbed.maintenance.snapshots import held_bytes
 from bunkbed.table.table import Table
 from bunkbed.train.settings.run_config import CONFIG_NAME, read_config
 
@@ -158,6 +159,7 @@ def snapshots(
             {
                 "path": path,
                 "snapshots": {kept.name: kept.epoch for kept in found},
+                "held_bytes": held_bytes(path),
                 "details": [kept.as_dict() for kept in found],
                 "dropped": drop or [],
             }
@@ -173,9 +175,9 @@ def snapshots(
         console.print(f"{escape(str(path))} keeps no snapshots", soft_wrap=True)
         return
     grid = Grid(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("snapshot", "commit", "when", "step", "rows", "only it holds"):
+    for column in ("snapshot", "commit", "written", "step", "rows", "only it holds"):
         grid.add_column(
-            column, justify="left" if column in ("snapshot", "when") else "right", no_wrap=column == "snapshot"
+            column, justify="left" if column in ("snapshot", "written") else "right", no_wrap=column == "snapshot"
         )
     for kept in found:
         grid.add_row(
@@ -187,6 +189,7 @@ def snapshots(
             format_bytes(kept.own_bytes),
         )
     console.print(grid)
+    console.print(f"[dim]together they hold {format_bytes(held_bytes(path))} beyond the newest commit[/]")
 
 
 def _about(table: Table) -> Json:
@@ -232,8 +235,8 @@ def _print_table(console: Console, about: Json) -> None:
     grid.add_row("optimizer", escape(about["optimizer"]))
     grid.add_row("slots", f"{', '.join(about['slots'])} in {about['state_dtype']}" if about["slots"] else "none")
     grid.add_row("disk", _disk(about))
-    grid.add_row("ram", f"{format_bytes(about['ram_bytes'])}, taken by this reader")
-    grid.add_row("version", f"{about['epoch']}, after step {about['step']:,}")
+    grid.add_row("ram", f"{format_bytes(about['ram_bytes'])}, taken by this command for reading")
+    grid.add_row("commit", f"{about['epoch']}, after step {about['step']:,}")
     if rules:
         grid.add_row("rules", _rules(about))
     if about["meta"]:
@@ -255,7 +258,7 @@ def _print_run(console: Console, about: Json) -> None:
     if training is not None:
         grid.add_row("data", escape(str(training["source"])))
         grid.add_row("model", escape(_model(training["train"])))
-    grid.add_row("version", f"{about['epoch']} (number of the last commit)")
+    grid.add_row("commit", str(about["epoch"]))
     progress = about["meta"].get("progress")
     if isinstance(progress, dict):
         grid.add_row("trained", f"{progress['epoch']} epochs, {progress['global_step']:,} steps")
@@ -335,4 +338,4 @@ def _meta(meta: Json) -> str:
 
 def _snapshots(kept: dict[str, int]) -> str:
     by_epoch = sorted(kept.items(), key=lambda item: item[1])
-    return ", ".join(f"{name} (version {epoch})" for name, epoch in by_epoch) or "none"
+    return ", ".join(f"{name} (commit {epoch})" for name, epoch in by_epoch) or "none"
