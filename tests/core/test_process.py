@@ -246,7 +246,7 @@ at_exit = leave("at exit")
 def test_a_table_that_is_let_go_of_says_so_once(tmp_path: Path) -> None:
     table = create(tmp_path / "t", optimizer=bb.SGD())
     table.update(IDS[:1], ONES[:1])
-    with pytest.warns(bb.UncommittedWarning, match=r"1 changed row of 1 step since commit 0 are lost") as caught:
+    with pytest.warns(bb.UncommittedWarning, match=r"1 changed row of 1 step since commit 0 is lost") as caught:
         warn_of_loss(table)
         del table
         gc.collect()

@@ -48,6 +48,7 @@ def shown(page: str) -> int:
 
 @pytest.mark.filterwarnings("default::bunkbed.UncommittedWarning")  # a page need not end as a program should
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras's callbacks
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.onnx's own use of torch
 @pytest.mark.filterwarnings("ignore:`shuffle=True` was passed:UserWarning")  # Keras's default, of any tf.data.Dataset
 @pytest.mark.parametrize("page", [page for page in PAGES if shown(page)])
 def test_snippets_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

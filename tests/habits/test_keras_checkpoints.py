@@ -84,7 +84,7 @@ def test_copies_of_a_table_in_ram_that_take_much_are_warned_of(caplog: Any, monk
         model.get_weights()
         shown.append([one.getMessage() for one in our_records(caplog)])
     (line,) = next(lines for lines in shown if lines)
-    assert "versions that a saved model may refer to" in line and "table.drop(NAME)" in line
+    assert "commits that a saved model may refer to" in line and "table.drop(NAME)" in line
     assert shown[0] == [] and sum(map(len, shown)) <= 4
 
 

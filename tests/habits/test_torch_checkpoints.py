@@ -87,7 +87,7 @@ def test_a_version_that_is_dropped_is_warned_of_once(caplog: Any, tmp_path: Path
             shown.append([(one.levelno, one.getMessage()) for one in our_records(caplog)])
     assert shown[:2] == [[], []] and [level for ((level, _),) in shown[2:]] == [logging.WARNING, logging.INFO]
     assert shown[2][0][1] == (
-        "table 'user': version 1, which a state_dict refers to, is dropped, as keep_checkpoints=2; None keeps all"
+        "table 'user': commit 1, which a state_dict refers to, is dropped, as keep_checkpoints=2; None keeps all"
     )
     with pytest.raises(RuntimeError, match=r"commit 1 was dropped.*commit\(keep='best'\), then the state_dict"):
         job.load(tmp_path / "0.pt")
@@ -132,7 +132,7 @@ def test_a_named_version_is_not_said_to_be_dropped(caplog: Any, tmp_path: Path) 
     assert [one.getMessage() for one in our_records(caplog) if one.levelno >= logging.WARNING] == []
     job.step(2)
     job.save(tmp_path / "last.pt")
-    assert "version" in our_records(caplog)[-1].getMessage() and "is dropped" in our_records(caplog)[-1].getMessage()
+    assert "commit 3" in our_records(caplog)[-1].getMessage() and "is dropped" in our_records(caplog)[-1].getMessage()
     job.close()
 
 
@@ -171,6 +171,6 @@ def test_kept_versions_that_take_much_are_warned_of(caplog: Any, monkeypatch: An
         shown.append([one.getMessage() for one in our_records(caplog)])
     assert shown[:2] == [[], []] and 1 <= sum(map(len, shown)) <= 3, shown
     (line,) = next(lines for lines in shown if lines)
-    assert "versions that a state_dict may refer to" in line and "keep_checkpoints=" in line
+    assert "commits that a state_dict may refer to" in line and "keep_checkpoints=" in line
     assert len(layer.table.snapshots()) == 8
     layer.table.close()

@@ -119,7 +119,7 @@ class References:
             if not {*self._also.pop(kept[name], ())} & {*table.snapshots().values()}:
                 _log.log(
                     logging.INFO if self._has_warned else logging.WARNING,
-                    "table %r: version %d, which a %s refers to, is dropped, as keep_checkpoints=%d; None keeps all",
+                    "table %r: commit %d, which a %s refers to, is dropped, as keep_checkpoints=%d; None keeps all",
                     table.name, kept[name], self._saved, self.keep,
                 )  # fmt: skip
                 self._has_warned = True
@@ -156,7 +156,7 @@ class References:
             return
         self._warned_bytes = kept
         _log.warning(
-            "table %r keeps %d versions that a %s may refer to, %.1f GiB more than its rows alone; drop those that are "
+            "table %r keeps %d commits that a %s may refer to, %.1f GiB more than its rows alone; drop those that are "
             "not needed (table.drop(NAME), bunkbed snapshots PATH --drop NAME), or give the layer keep_checkpoints=",
             table.name, num_kept, self._saved, kept / 2**30,
         )  # fmt: skip
@@ -174,7 +174,8 @@ class References:
             return (
                 f"table {table.name!r}: the {saved} refers to table {reference.table!r} (uuid {reference.uuid}), but "
                 f"the layer has opened another one, {table.path} (uuid {table.uuid}); give the layer the path of that "
-                "table; if exist='new' replaced it, its files are of no use"
+                "table; if exist='new' replaced it, or this is a copy with another dtype or optimizer, its files do "
+                "not load"
             )
         return None if table.run is not None else self.go_back(reference.epoch, *reference.also)
 
@@ -186,22 +187,19 @@ class References:
         snapshots: dict[str, int] = table.snapshots()
         names = [name for name, kept in snapshots.items() if kept in epochs]
         if table.mode == "r":
-            which = f"snapshot={names[0]!r}" if names else "snapshot=, one of bunkbed.snapshots(path)"
-            return (
-                f"table {table.name!r}: the {saved} refers to commit {epoch}, but this reader is at commit "
-                f"{table.epoch}; open it with {which}"
-            )
+            at = f"the {saved} refers to commit {epoch}, but this reader is at commit {table.epoch}"
+            what = f"; open it with snapshot={names[0]!r}" if names else ", and that commit is not kept here"
+            return f"table {table.name!r}: {at}{what}"
         epoch = next((one for one in epochs if one in snapshots.values()), epoch)
         if not names:
             kept = ", ".join(
                 f"{key!r} (commit {value})" for key, value in sorted(snapshots.items(), key=lambda x: x[1])
             )
             return (
-                f"table {table.name!r}: commit {epoch} was dropped; it keeps {kept or 'none'}; raise keep_checkpoints= "
-                "of the layer (None keeps all), or name what must stay before it is saved: "
-                f"layer.table.commit(keep='best'), then the {saved}, and do not drop that name; a copy of a table has "
-                "only the version that was "
-                "copied (bunkbed copy --snapshot NAME)"
+                f"table {table.name!r}: commit {epoch} was dropped, or never was in this copy; it keeps "
+                f"{kept or 'none'}; raise keep_checkpoints= of the layer (None keeps all), or name what must stay "
+                f"before it is saved: layer.table.commit(keep='best'), then the {saved}; a copy has "
+                "one commit (bunkbed copy --snapshot NAME)"
             )
         table.rewind(epoch)
         self._same = {table.epoch, epoch}

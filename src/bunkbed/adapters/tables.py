@@ -32,15 +32,17 @@ _log = logging.getLogger("bunkbed")
 def log_opening(table: Table, num_rows: int) -> None:
     """Log one line: which rows a layer goes on with, or that the table at its path is new, as after a mistyped path.
 
+    The first is a warning, which Python shows: a script that runs again would go on with trained rows unseen.
+
     Args:
         table: as `TableArguments.created` returned it.
         num_rows: its stored rows.
     """
     where = table.name if table.path is None else table.path
     if is_shared(table):
-        _log.info("shares the open table %s: %s rows, step %s", where, f"{num_rows:,}", f"{table.step:,}")
+        _log.warning("shares the open table %s: %s rows, step %s", where, f"{num_rows:,}", f"{table.step:,}")
     elif num_rows or table.step or table.epoch:
-        _log.info("opened %s: %s rows, step %s", where, f"{num_rows:,}", f"{table.step:,}")
+        _log.warning("opened %s: %s rows, step %s", where, f"{num_rows:,}", f"{table.step:,}")
     elif table.path is not None:
         _log.info("new table %s: no row is stored", where)
 

@@ -101,7 +101,7 @@ class Embedding(IdsLayer):
             has a directory of its own below `path`: see `bunkbed.keras.workers_table`.
         directories: of a new sharded table, one for each shard; a stored table knows its directories.
         durability, disk: see `bunkbed.create`.
-        exist: where a table is at `path`: ``"open"`` goes on with its rows (one line of the log says so), ``"error"``
+        exist: where a table is at `path`: ``"open"`` goes on with its rows (a warning of the log says so), ``"error"``
             raises, ``"new"`` removes it with its kept commits; layers that have it open raise `TableClosedError`. A
             model that is loaded from a file opens its table.
         retention: the rules of a table of any id (``input_dim=None``) by which ``layer.table.sweep()`` removes rows, as

@@ -27,6 +27,7 @@ def warn_of_loss(table: Table) -> None:
     table.warns_of_loss = False
     count = f"{'' if is_exact else 'up to '}{rows:,} changed row{'' if rows == 1 else 's'}"
     since = f" of {steps:,} step{'' if steps == 1 else 's'}" if steps else ""
+    verb = "is" if rows == 1 and is_exact else "are"
     how = (
         "call close() or use a with block; close(commit=False) drops changes without a word"
         if table.run is None
@@ -34,7 +35,7 @@ def warn_of_loss(table: Table) -> None:
     )
     warnings.warn(
         f"table '{table.name}' at {table.path} was left open: "
-        f"{count}{since} since commit {table.epoch} are lost; {how}",
+        f"{count}{since} since commit {table.epoch} {verb} lost; {how}",
         UncommittedWarning,
         stacklevel=3,
     )

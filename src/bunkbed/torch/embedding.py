@@ -97,7 +97,7 @@ class Embedding(TableLayer):
         sparse: accepted and unused: gradients are always per row.
         path: folder of the table, created or opened; None: the table is in RAM only.
         ram: bytes, ``"2GiB"`` or a `bunkbed.Budget`.
-        exist: where a table is at `path`: ``"open"`` goes on with its rows (one line of the log says so), ``"error"``
+        exist: where a table is at `path`: ``"open"`` goes on with its rows (a warning of the log says so), ``"error"``
             raises, ``"new"`` removes it with its kept commits; layers that have it open raise `TableClosedError`.
         optimizer: the rows' update rule. None follows the parameter group of the dense optimizer that `Optimizer` is
             given (rule, rate, betas, weight decay); without one it is ``bunkbed.Adam(lr=1e-3)`` for a new table, its

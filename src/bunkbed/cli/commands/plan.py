@@ -327,7 +327,9 @@ def _others(base: Plan, others: list[tuple[str, Plan]]) -> RenderableType:
             f"{plan.record_bytes:,}",
             f"{plan.misses / plan.unique_rows:.1%}",
             f"[b]{speed(plan.steps_per_s)}[/]",
-            "" if plan is base else f"[{'green' if factor > 1.02 else 'dim'}]{factor:{'.0f' if factor >= 99.95 else '.1f'}}x[/]",
+            ""
+            if plan is base
+            else f"[{'green' if factor > 1.02 else 'dim'}]{factor:{'.0f' if factor >= 99.95 else '.1f'}}x[/]",
             plan.binds,
             decimal_bytes(plan.written_bytes_per_day),
         )
