@@ -69,8 +69,8 @@ std::unique_ptr<Committer::Job> Committer::prepare(const std::optional<std::stri
   if (!keep.empty()) table_.require_durable("snapshots");
   auto job = std::make_unique<Job>();
   *pending = job->pending;
-  const bool is_same = !even_if_same && !table_.is_changed && (!meta.has_value() || *meta == table_.meta) && keep.empty() &&
-                       table_.is_definition_committed();
+  const bool is_same = !even_if_same && !table_.is_changed && !table_.is_compacted &&
+                       (!meta.has_value() || *meta == table_.meta) && keep.empty() && table_.is_definition_committed();
   if (is_same && table_.committed.epoch > 0) {
     job->pending->succeed(table_.committed.epoch);
     return nullptr;
@@ -111,6 +111,7 @@ std::unique_ptr<Committer::Job> Committer::prepare(const std::optional<std::stri
     throw;
   }
   job->was_changed = std::exchange(table_.is_changed, false);
+  table_.is_compacted = false;
   table_.lock.begin_commit();
   table_.is_durable = false;
   return job;

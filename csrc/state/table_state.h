@@ -60,6 +60,7 @@ struct TableState {
   std::string meta GUARDED_BY(lock) = "{}";
   std::atomic<bool> is_closed{false};  // readable without the lock
   bool is_changed GUARDED_BY(lock) = false;         // updated or set since the last commit began
+  bool is_compacted GUARDED_BY(lock) = false;       // by a call; the next commit frees files, and is made for that alone
   bool is_durable GUARDED_BY(lock) = true;          // whether the last commit that began is durable
   uint64_t changes GUARDED_BY(lock) = 0;            // counts updates, sets and reloads; a scan fails when it changes
   // The reason why the table refuses use until it is reopened; empty: none

@@ -121,7 +121,7 @@ uint64_t Table::compact() {
   const auto guard = t.lock.exclusive();
   t.require_writable();
   const uint64_t moved = t.store->compaction().compact_all();
-  t.is_changed |= t.has_files();  // the next commit names fewer segments, which frees their files
+  t.is_compacted = t.has_files();
   return moved;
 }
 
