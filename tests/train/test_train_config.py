@@ -14,7 +14,7 @@ from bunkbed.train.settings.config import TrainConfig
     ("options", "error", "message"),
     [
         ({"model": "als"}, ValueError, "option model must be one of mf, gmf, neumf, two-tower, got 'als'"),
-        ({"loss": "hinge"}, ValueError, "option loss must be one of bpr, bce, softmax, got 'hinge'"),
+        ({"loss": "hinge"}, ValueError, "option loss must be one of bpr, bce, softmax, ccl, got 'hinge'"),
         ({"sampling": "zipf"}, ValueError, "option sampling must be one of uniform, popularity, got 'zipf'"),
         ({"layers": "8"}, ValueError, "option layers='8' needs model neumf or two-tower, got model 'mf'"),
         ({"model": "neumf", "layers": "8,x"}, ValueError, "option layers must be whole numbers .*, got '8,x'"),
@@ -154,6 +154,8 @@ def test_what_is_given_stays() -> None:
         ({}, 10, 3, {"batch_size": 32, "negatives": 1}),
         ({"order": "blocks:4x8"}, 800_000, 1_000, {"negatives": 31}),  # of the items of a block
         ({"loss": "softmax"}, 800_000, 40_000, {"hardness": 0.0, "share_negatives": True}),
+        ({"loss": "ccl"}, 800_000, 40_000, {"hardness": 0.0, "negatives": 1536, "l2": 0.0, "share_negatives": True}),
+        ({"loss": "ccl"}, 5_000, 100, {"negatives": 25, "l2": 0.0}),
         ({"loss": "bce"}, 800_000, 40_000, {"share_negatives": False, "negatives": 8, "lr": 0.002, "hardness": 0.0}),
         ({"model": "neumf"}, 800_000, 40_000, {"share_negatives": False, "negatives": 8, "batch_size": 4096}),
         ({"negatives": 4}, 800_000, 40_000, {"share_negatives": False, "hardness": 0.0}),

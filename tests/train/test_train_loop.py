@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -69,8 +70,9 @@ TOWERS = TrainConfig(
     l2=0.001,
     threads=1,
 )
+CCL = replace(SHARED, loss="ccl", hardness=0.0, margin=0.3)
 CONFIGS = pytest.mark.parametrize(
-    "config", [MF, GMF, SHARED, NEUMF, TOWERS], ids=["mf", "gmf", "shared", "neumf", "two-tower"]
+    "config", [MF, GMF, SHARED, NEUMF, TOWERS, CCL], ids=["mf", "gmf", "shared", "neumf", "two-tower", "ccl"]
 )
 
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from bunkbed.train.models import plain_losses
+from bunkbed.train.models.cosine import cosine_contrastive_loss, units
 from bunkbed.train.models.losses import aligned, pair_loss, shared_loss
 from bunkbed.train.settings.config import TrainConfig
 
-__all__ = ["DotHead", "Head", "NeuMFHead", "TwoTowerHead", "make_head"]
+__all__ = ["CosineHead", "DotHead", "Head", "NeuMFHead", "TwoTowerHead", "make_head"]
 
 # Hidden numbers in memory at once in each thread that scores every user with every item.
 _BLOCK_HIDDEN = 1 << 20
@@ -104,6 +105,39 @@ class DotHead(Head):
         if items.dim() == 2:
             return shared_loss(users, items, seen=seen, weight=self.weight, **options)
         return pair_loss(users, items, weight=self.weight, **options)
+
+
+class CosineHead(DotHead):
+    """Head with score = the cosine of user and item, for the cosine contrastive loss.
+
+    The loss of a pair is ``1 - cos(user, item) + negative_weight * mean(max(0, cos(user, negative) - margin))``, and
+    that of a batch the mean (Mao et al. 2021, eq. 1).
+
+    Args:
+        margin: a negative with a cosine below it does not count; -1 to 1.
+        negative_weight: of the mean over the negatives.
+    """
+
+    def __init__(self, margin: float, negative_weight: float) -> None:
+        super().__init__()
+        self._margin = margin
+        self._negative_weight = negative_weight
+
+    def queries(self, users: Tensor) -> Tensor:
+        return units(users)[0]
+
+    def vectors(self, items: Tensor) -> Tensor:
+        return units(items)[0]
+
+    def loss(self, users: Tensor, items: Tensor, *, seen: Tensor | None, **options: Any) -> Tensor:
+        if options["kind"] != "ccl" or options["bias"] is not None:
+            raise ValueError(f"cosines have loss ccl and no bias, got loss {options['kind']}")
+        margin, weight, of_pairs = self._margin, self._negative_weight, options.get("pair_weights")
+        loss = cosine_contrastive_loss(
+            users, items, margin=margin, negative_weight=weight, seen=seen, pair_weights=of_pairs
+        )
+        l2 = options["l2"]
+        return loss + 0.5 * l2 * plain_losses.mean_squares(users, items) if l2 else loss
 
 
 class TwoTowerHead(DotHead):
@@ -230,4 +264,6 @@ def make_head(config: TrainConfig) -> Head:
             return TwoTowerHead(config.dim, config.layer_widths)
         if config.model == "neumf":
             return NeuMFHead(config.dim, config.layer_widths)
+        if config.loss == "ccl":
+            return CosineHead(config.margin_or_default, config.negative_weight_or_default)
         return DotHead(torch.ones(config.dim) if config.model == "gmf" else None)

@@ -82,7 +82,7 @@ class _PairLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         users, items, queries, slope, weight, bias = ctx.saved_tensors
         grad = float(grads[0])
         slope = slope * (ctx.scale * grad)
@@ -135,7 +135,7 @@ class _SharedLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is un
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         users, positives, negatives, queries, positive, negative, weight, bias = ctx.saved_tensors
         batch, count = negative.shape
         grad = float(grads[0])

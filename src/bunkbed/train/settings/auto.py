@@ -4,8 +4,10 @@ The rules of `default` were chosen on held-out training pairs of Gowalla, MovieL
 order, in sight of the test pairs; dim and penalty of `best` on Gowalla's test pairs. `fast` was not measured. What they
 reach, without options, is printed by ``python -m benchmarks.cases.training.untuned``.
 
-- `bpr` and `softmax` (but not `neumf`, whose perceptron runs for every negative): the pairs of a step share their
-  negatives, so a step has hundreds and touches few rows. Under `bpr` the hard ones weigh more.
+- `bpr`, `softmax` and `ccl` (not with `neumf`, whose perceptron runs for every negative): the pairs of a step share
+  their negatives, so a step has hundreds and touches few rows. Under `bpr` the hard ones weigh more.
+- `ccl` has more negatives: one counts only where its cosine is above the margin. The penalty is 0, as
+  cosines do not depend on the lengths of rows.
 - Other losses and `neumf`: each pair has a few negatives of its own.
 - The learning rate falls by the same factor after each epoch, to about a tenth in the last one. Training stops earlier
   after evaluations without a better metric.
@@ -28,6 +30,8 @@ _LEAST_BATCH, _MOST_BATCH = 32, 1024
 _FEW_PAIRS = 20_000
 # Shared negatives are at most this share of the items.
 _NEGATIVE_SHARE = 4
+# `ccl` has so many times the negatives of a recipe.
+_COSINE_NEGATIVES = 6
 _OWN_NEGATIVES, _OWN_BATCH = 8, 4096
 # Fewer given negatives are taken as each pair's own.
 _LEAST_SHARED = 32
@@ -81,14 +85,15 @@ def decide(given: Json, recipe: str, *, pairs: int, items: int) -> tuple[TrainCo
     """
     asked = TrainConfig.from_dict(given)
     rules = RECIPES[recipe]
-    can_share = asked.loss in ("bpr", "softmax") and asked.model != "neumf"
+    can_share = asked.loss != "bce" and asked.model != "neumf"
     shared = bool(given.get("share_negatives", can_share and given.get("negatives", _LEAST_SHARED) >= _LEAST_SHARED))
     few = pairs < _FEW_PAIRS
 
     most = _MOST_BATCH if shared else _OWN_BATCH
     batch = given.get("batch_size") or max(_LEAST_BATCH, min(most, _power_of_two(pairs // _STEPS)))
     room = items // (_NEGATIVE_SHARE * (asked.blocks or (1, 1))[1])
-    negatives = max(1, min(rules.negatives, room)) if shared else _OWN_NEGATIVES
+    wanted = rules.negatives * (_COSINE_NEGATIVES if asked.loss == "ccl" else 1)
+    negatives = max(1, min(wanted, room)) if shared else _OWN_NEGATIVES
     rates = _SHARED_RATES if shared else _OWN_RATES
     source = f"recipe {recipe}" if shared else "each pair's own"
     l2 = (rules.l2 if shared else rules.l2 / 4) * (2 if few else 1)
@@ -107,7 +112,9 @@ def decide(given: Json, recipe: str, *, pairs: int, items: int) -> tuple[TrainCo
         "lr": (rates.get(asked.optimizer, asked.lr), f"optimizer {asked.optimizer}"),
         "epochs": (rules.epochs, f"recipe {recipe}; at most"),
         "lr_decay": (round(0.1 ** (1 / (epochs - 1)), 3), f"to a tenth in {epochs} epochs"),
-        "l2": (l2, f"{pairs:,} pairs are few" if few else f"recipe {recipe}"),
+        "l2": (0.0, "cosines have no lengths")
+        if asked.loss == "ccl"
+        else (l2, f"{pairs:,} pairs are few" if few else f"recipe {recipe}"),
         "patience": (patience, stops),
     }
     decided = {name: each for name, each in found.items() if name not in given}

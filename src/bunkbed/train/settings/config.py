@@ -58,7 +58,9 @@ class TrainConfig:
         layers: widths of a perceptron's hidden layers, such as ``"64,32,16"``; empty: for neumf dim, dim / 2 and
             dim / 4, for two-tower 2 * dim. The other models have none.
         loss: ``"bpr"``: mean of softplus(negative - positive); ``"bce"``: mean binary cross-entropy of one
-            positive and its negatives; ``"softmax"``: cross-entropy of the positive among itself and its negatives.
+            positive and its negatives; ``"softmax"``: cross-entropy of the positive among itself and its negatives;
+            ``"ccl"``: cosine contrastive, 1 - cos(user, item) + `negative_weight` * mean of max(0, cos(user, negative)
+            - `margin`) (Mao et al. 2021). Its score is the cosine; for ``model="mf"`` without a bias.
         dim: weights per row; rows of neumf have twice as many, one half for each part.
         ram: bytes, or a string such as ``"256MiB"``: one budget for all tables.
         stream: keep the interactions on disk, for more interactions than RAM holds: labels, splits, seen items and the
@@ -90,6 +92,8 @@ class TrainConfig:
             touches far fewer rows, which matters when rows come from disk, and can use hundreds of negatives.
         hardness: weighs the negatives of a pair by softmax(hardness * score), so that negatives with high scores
             weigh most (Sun et al. 2019, eq. 5); 0 gives equal weights. For ``loss="bpr"``.
+        margin: cosine above which a negative counts, at least -1 and below 1; None: 0.6. For ``loss="ccl"``.
+        negative_weight: weight of the negatives' mean; None: 100. For ``loss="ccl"``.
         reject_seen: never sample an item that the user has in training (unless the user has every item).
         valid: ``"random"`` or ``"last"`` (in file order): hold out one pair of every user who has two or
             more; a fraction such as ``"0.1"`` of every user's pairs; ``"none"``: train on everything,
@@ -136,8 +140,8 @@ class TrainConfig:
     loss: str = option(
         "bpr",
         LEARNING,
-        "Minimise a pairwise (bpr), pointwise (bce) or sampled softmax loss.",
-        choices=("bpr", "bce", "softmax"),
+        "Minimise a pairwise (bpr), pointwise (bce), sampled softmax or cosine contrastive (ccl) loss.",
+        choices=("bpr", "bce", "softmax", "ccl"),
     )
     dim: int = option(64, MODEL, "Numbers per row.", least=1)
     ram: str | int = option("1GiB", MEMORY, "RAM budget of all tables together.", metavar="BYTES")
@@ -179,6 +183,8 @@ class TrainConfig:
     hardness: float = option(
         0.0, LEARNING, "bpr: weight the negatives by softmax(hardness * score).", above=0.0, least=0
     )
+    margin: float | None = option(None, LEARNING, "ccl: count negatives whose cosine is above this; default: 0.6.")
+    negative_weight: float | None = option(None, LEARNING, "ccl: weight of the mean over negatives; default: 100.")
     reject_seen: bool = option(True, LEARNING, "Never sample items of the user as negatives.")
     valid: str = option(
         "random",
@@ -224,6 +230,7 @@ class TrainConfig:
             raise ValueError(f"option lr_decay must be above 0 and at most 1, got {self.lr_decay}")
         if self.hardness and self.loss != "bpr":
             raise ValueError(f"option hardness={self.hardness} needs loss bpr, got loss {self.loss!r}")
+        self._check_cosine()
         _ = self.layer_widths
         if self.seed >= 2**63:
             raise ValueError(f"option seed must be below 2^63, got {self.seed}")
@@ -263,6 +270,21 @@ class TrainConfig:
                 raise ValueError(f"option {name} must be {offered.least} to {offered.most}, got {value}")
             if value < offered.least:
                 raise ValueError(f"option {name} must be at least {offered.least}, got {value}")
+
+    def _check_cosine(self) -> None:
+        for name, least, below in (("margin", -1.0, 1.0), ("negative_weight", 0.0, math.inf)):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"option {name} must be a number, got {value!r}")
+            if not least <= value < below:
+                raise ValueError(f"option {name} must be at least {least:g} and below {below:g}, got {value!r}")
+            if self.loss != "ccl":
+                raise ValueError(f"option {name}={value} needs loss ccl, got loss {self.loss!r}")
+        if self.loss == "ccl" and (self.model != "mf" or self.bias):
+            given = "bias" if self.model == "mf" else f"model {self.model!r}"
+            raise ValueError(f"option loss=ccl scores by cosine: it needs model mf without bias, got {given}")
 
     def _check_number(self, name: str, lowest: float, inclusive: bool) -> None:
         value = getattr(self, name)
@@ -343,6 +365,16 @@ class TrainConfig:
         if self.model not in ("neumf", "two-tower"):
             raise ValueError(f"option layers={self.layers!r} needs model neumf or two-tower, got model {self.model!r}")
         return _whole_numbers("layers", self.layers, such_as="64,32")
+
+    @property
+    def margin_or_default(self) -> float:
+        """`margin`, or its default."""
+        return 0.6 if self.margin is None else float(self.margin)
+
+    @property
+    def negative_weight_or_default(self) -> float:
+        """`negative_weight`, or its default."""
+        return 100.0 if self.negative_weight is None else float(self.negative_weight)
 
     @property
     def row_dim(self) -> int:
