@@ -186,10 +186,10 @@ def test_training_evaluates_a_sample_of_the_users_and_the_end_all(cli: Run, rati
     code, out, err = cli(*arguments, "20", "--out", "a")
     assert (code, err) == (0, "")
     ranking = "full ranking of 200 items, less those trained on"
-    assert f"({ranking}; 20 of 300 users)" in out
+    assert f"({ranking}; 20 of 300 users; split random)" in out
     lines = {line.split(" ")[0]: line for line in out.splitlines() if "validation, " in line}
-    assert lines["best"].endswith(f"validation, {ranking}; 20 of 300 users; chosen by ndcg@10")
-    assert lines["valid"].endswith(f"validation, {ranking}; 300 users")
+    assert lines["best"].endswith(f"validation, {ranking}; 20 of 300 users; split random; chosen by ndcg@10")
+    assert lines["valid"].endswith(f"validation, {ranking}; 300 users; split random")
     assert not Path("a", "test.json").exists()
     # The last figures are of the best epoch and all users, as those of `eval`.
     outcome = json.loads(cli(*arguments, "20", "--out", "b", "--json")[1].splitlines()[-1])

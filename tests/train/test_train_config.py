@@ -51,7 +51,7 @@ from bunkbed.train.settings.config import TrainConfig
         (
             {"valid": "first"},
             ValueError,
-            "option valid must be random, last, none or a fraction .*, got 'first'",
+            "option valid must be random, last, none, a share .* or a fraction .*, got 'first'",
         ),
         (
             {"valid": "1.0"},

@@ -166,7 +166,7 @@ def test_training_learns_the_planted_preferences(tmp_path, config):
     with bb.Run(tmp_path / "run", mode="r") as run:
         result = evaluate_run(run, DATA, config)
     assert (result.split, result.num_users) == ("test", NUM_USERS)
-    assert result.ranking == f"full ranking of 90 items, less those trained on; {NUM_USERS} users"
+    assert result.ranking == f"full ranking of 90 items, less those trained on; {NUM_USERS} users; split given"
     # Chance is 10 of the 81 items a user has not.
     assert result.metrics["hr@10"] > 1.6 * 10 / 81
 
@@ -514,7 +514,9 @@ def test_reports_add_up(tmp_path):
     for number, report in enumerate(epochs, start=1):
         assert report.global_step == number * steps
         assert report.loss == pytest.approx(np.mean(trainer.losses[(number - 1) * steps : number * steps]))
-        assert report.ranking == f"sampled ranking: 20 negatives for each held-out item; {NUM_USERS} users"
+        assert (
+            report.ranking == f"sampled ranking: 20 negatives for each held-out item; {NUM_USERS} users; split random"
+        )
         assert set(report.metrics) == {
             "hr@10",
             "ndcg@10",
@@ -537,14 +539,14 @@ def test_evaluation_follows_the_data_it_is_given(tmp_path):
         given = evaluate_run(run, Dataset(DATA.train, candidates=candidates), MF)
         assert (given.split, given.ranking) == (
             "test candidates",
-            f"sampled ranking: 12 negatives for each held-out item; {NUM_USERS} users",
+            f"sampled ranking: 12 negatives for each held-out item; {NUM_USERS} users; split given",
         )
         full = evaluate_run(run, Dataset(DATA.train, candidates=candidates), MF, ranking="full")
         assert full == evaluate_run(run, DATA, MF)
         drawn = evaluate_run(run, DATA, MF, ranking="sampled", ks=[3])
         assert (drawn.split, drawn.ranking) == (
             "test",
-            f"sampled ranking: 99 negatives for each held-out item; {NUM_USERS} users",
+            f"sampled ranking: 99 negatives for each held-out item; {NUM_USERS} users; split given",
         )
         assert set(drawn.metrics) == {"hr@3", "ndcg@3", "recall@3", "mrr"}
         own = evaluate_run(run, Dataset(DATA.train), MF)

@@ -264,11 +264,13 @@ def test_the_report_says_what_was_ranked():
     scorer, _, targets, excluded = case(2)
     held, known = pairs(targets, 23, 57), pairs(excluded, 23, 57)
     full = Evaluator(held, known, ranking="full", ks=[5]).evaluate(scorer)
-    assert full.ranking == f"full ranking of 57 items, less those trained on; {full.num_users} users"
+    assert full.ranking == f"full ranking of 57 items, less those trained on; {full.num_users} users; split random"
     assert full.num_users == len({user for user, _ in targets})
     assert list(full.metrics) == ["hr@5", "ndcg@5", "recall@5", "mrr"]
     sampled = Evaluator(held, known, ranking="sampled", ks=[5], eval_negatives=7).evaluate(scorer)
-    assert sampled.ranking == f"sampled ranking: 7 negatives for each held-out item; {full.num_users} users"
+    assert (
+        sampled.ranking == f"sampled ranking: 7 negatives for each held-out item; {full.num_users} users; split random"
+    )
 
 
 def test_some_users_are_drawn_by_seed():
@@ -283,7 +285,7 @@ def test_some_users_are_drawn_by_seed():
     for ranking_ in ("full", "sampled"):
         result, is_sample = evaluate_some(0, ranking=ranking_)
         assert result.num_users == 4 and is_sample
-        assert result.ranking.endswith(f"; 4 of {num_held} users")
+        assert result.ranking.endswith(f"; 4 of {num_held} users; split random")
         assert evaluate_some(0, ranking=ranking_) == (result, True)
         assert evaluate_some(1, ranking=ranking_)[0].metrics != result.metrics
     # The figures are those of the drawn users' pairs alone.
@@ -296,5 +298,5 @@ def test_some_users_are_drawn_by_seed():
     )
     # All users, asked for or because there are no more.
     everyone = Evaluator(held, known, ranking="full", ks=[5]).evaluate(scorer)
-    assert everyone.ranking.endswith(f"; {num_held} users")
+    assert everyone.ranking.endswith(f"; {num_held} users; split random")
     assert evaluate_some(0, users=num_held) == evaluate_some(0, users=0) == (everyone, False)

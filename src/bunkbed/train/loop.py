@@ -86,10 +86,13 @@ class Trainer:
         run: open for writing, empty or trained by a `Trainer`; a run of `bunkbed.torch.open_run` in several processes.
 
     Raises:
-        ValueError: nothing to train on, nothing to hold out, or an option that may not change on resuming.
+        ValueError: nothing to train on, nothing to hold out, another split than that of the data, or an option that
+            may not change on resuming.
     """
 
     def __init__(self, config: TrainConfig, data: Dataset, run: Run) -> None:
+        if config.split != data.split:
+            raise ValueError(f"option split={config.split!r} differs from {data.split!r}, by which the data were split")
         self._progress = Progress()
         if run.epoch:
             self._progress, config = Progress.from_meta(run.meta, config)
@@ -129,6 +132,7 @@ class Trainer:
                 eval_negatives=config.eval_negatives,
                 eval_users=config.eval_users,
                 seed=config.seed,
+                rule=config.valid,
             )
         self.model = Recommender(config, tables)
         dense = self.model.dense_parameters()

@@ -13,12 +13,12 @@ import numpy as np
 from bunkbed.files.durable import make_file, put_in_place
 from bunkbed.run.run import Run
 from bunkbed.train.data.interactions import Interactions, read_interactions
-from bunkbed.train.data.store import load_vocabs, open_training_pairs, seen_items
+from bunkbed.train.data.store import load_vocabs, open_known_pairs, seen_items
 from bunkbed.train.data.vocab import DataError, Int64Array, Label, Vocab
 from bunkbed.train.evaluate.new_users import scorer_of_new_users
 from bunkbed.train.evaluate.recommend import Best, best_items, known_pairs, recommend
 from bunkbed.train.models.scorer import scorer_of_run
-from bunkbed.train.settings.config import TrainConfig
+from bunkbed.train.settings.config import TrainConfig, num_first
 from bunkbed.train.settings.run_config import DATA_NAME, read_config
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ class Recommender:
 
         Args:
             user: as in the training file.
-            include_seen: also recommend items that the user has in the training data.
+            include_seen: also recommend items that the user has in the training file.
             items: recommend only these.
 
         Raises:
@@ -179,7 +179,7 @@ class Recommender:
         return Best(users, best[places], scores[places])
 
     def num_seen(self, user: Label) -> int:
-        """Return how many items a user has in the training data."""
+        """Return how many items a user has in the training file."""
         return len(self._seen_by(self.users.index(user, what="user")))
 
     def recommend_many(
@@ -261,15 +261,18 @@ class Recommender:
         self.close()
 
     def _seen_by(self, user: int) -> Int64Array:
-        """Return the items of a user in the training data; those of the last user are kept."""
+        """Return the items of a user in the training file; those of the last user are kept."""
         if self._last_seen is None or self._last_seen[0] != user:
             self._last_seen = user, seen_items(self._data, user)
         return self._last_seen[1]
 
     def _trained_users(self) -> Int64Array:
         has = np.zeros(len(self.users), dtype=np.bool_)
-        for users, _ in open_training_pairs(self._data).batches():
-            has[users] = True
+        pairs, share = open_known_pairs(self._data)[0], self._config.valid_first
+        left = len(pairs) if share is None else num_first(len(pairs), share)  # without the validation after a time
+        for users, _ in pairs.batches():
+            has[users[:left]] = True
+            left = max(0, left - len(users))
         return np.flatnonzero(has)
 
     def _best(
@@ -283,22 +286,23 @@ class Recommender:
     ) -> Iterator[Best]:
         if k < 1:
             raise ValueError(f"k must be at least 1, got {k}")
-        trained: Interactions = open_training_pairs(self._data)
+        known: list[Interactions] = [*open_known_pairs(self._data)]
         if histories is None:
-            pairs, scorer = trained, scorer_of_run(self.run, self._config, touch=self._keeps_items)
+            scorer = scorer_of_run(self.run, self._config, touch=self._keeps_items)
         else:
+            trained = known[0]
             if self._config.sampling == "popularity":
                 trained = trained.replace(trained.users, trained.items)  # in memory, to draw from
-            pairs, scorer = histories, scorer_of_new_users(self.run, self._config, histories, trained)
+            known, scorer = [histories], scorer_of_new_users(self.run, self._config, histories, trained)
         num_items = self.run.table("item").num_rows
         assert num_items is not None
         return best_items(
             scorer,
             users,
             k,
-            num_users=pairs.num_users,
+            num_users=known[0].num_users,
             num_items=num_items,
-            known=None if include_seen else known_pairs(pairs),
+            known=None if include_seen else known_pairs(*known),
             items=items,
             on_progress=on_progress,
         )

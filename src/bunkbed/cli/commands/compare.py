@@ -81,7 +81,7 @@ def _table(runs: Sequence[RunSummary], names: Sequence[str]) -> Table:
     table.add_column("run", overflow="fold")
     if names:
         table.add_column("options", overflow="fold")
-    for header in ("epochs", "best", *metrics, *(f"test {name}" for name in test_metrics), "pairs/s", "hits"):
+    for header in ("split", "epochs", "best", *metrics, *(f"test {name}" for name in test_metrics), "pairs/s", "hits"):
         table.add_column(header, justify="right", no_wrap=True)
     best = {name: max((run.best[name] for run in runs if name in run.best), default=None) for name in metrics}
     best_test = {name: max(each[name] for each in tested) for name in test_metrics}
@@ -92,6 +92,7 @@ def _table(runs: Sequence[RunSummary], names: Sequence[str]) -> Table:
         table.add_row(
             escape(str(run.folder)),
             *([escape(", ".join(f"{name} {_option(getattr(run.config, name))}" for name in names))] if names else []),
+            run.config.valid if run.config.split == "random" else run.config.split,
             f"{run.epochs}" if run.is_done else f"{run.epochs} of {run.config.epochs}",
             "-" if run.best_epoch is None else str(run.best_epoch),
             *shown,

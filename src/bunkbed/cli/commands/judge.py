@@ -102,7 +102,7 @@ def recommend(
     ] = None,
     k: Annotated[int, typer.Option("-k", "--k", help="Number of items.", min=1)] = 10,
     include_seen: Annotated[
-        bool, typer.Option("--include-seen", help="Also recommend items that the user has in the training data.")
+        bool, typer.Option("--include-seen", help="Also recommend items that the user has in the training file.")
     ] = False,
     snapshot: SnapshotOption = None,
     ram: RamOption = None,

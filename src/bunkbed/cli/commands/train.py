@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from bunkbed.train.loop import Trainer
     from bunkbed.train.output.display import Display
 
-_READING = ("user_col", "item_col", "header", "layout", "strict", "test", "test_negatives")
+_READING = ("user_col", "item_col", "time_col", "header", "layout", "strict", "test", "test_negatives")
 
 
 def train(
@@ -66,6 +66,12 @@ def train(
     ] = None,
     item_col: Annotated[
         str | None, option(DATA, "Read the items from this column: a name, or a position from 0.")
+    ] = None,
+    time_col: Annotated[
+        str | None,
+        option(
+            DATA, "Order the pairs by the times in this column, numbers or ISO dates: a name, or a position from 0."
+        ),
     ] = None,
     header: Annotated[
         bool | None, option(DATA, "Whether line 1 names the columns; default: detected.", "--header/--no-header")
@@ -102,6 +108,8 @@ def train(
             "give either FILE or --resume RUN, not both" if file else "give a FILE of interactions, or --resume RUN"
         )
     given = given_options(context)
+    if time_col is not None and test is None and test_negatives is None and "split" not in given:
+        options["split"] = "last"
     new_config = _checked(options) if resume is None else None
     resumed = _resumed_config(resume, options, given) if resume is not None else None
     need("torch", "pyarrow", "duckdb", "matplotlib", command="train")
@@ -119,6 +127,7 @@ def train(
     reading = {
         "user_col": user_col,
         "item_col": item_col,
+        "time_col": time_col,
         "header": "auto" if header is None else header,
         "layout": layout.value,
         "strict": strict,
@@ -164,7 +173,7 @@ def _start(
         folder = choose_folder(out, file)
         if not config.stream:
             with console.status(f"reading {escape(str(file))}"):
-                read.append(read_dataset(file, **reading))
+                read.append(read_dataset(file, split=config.split, **reading))
             _say_data(console, read[0])
         return str(folder)
 
@@ -227,15 +236,18 @@ def _check_streaming(config: TrainConfig, test: Path | None, test_negatives: Pat
         raise UsageProblem(
             "--stream cannot keep --test-negatives on disk; leave out either option (--ranking sampled draws its own)"
         )
-    if test is not None and not config.eval_users:
-        raise UsageProblem("--stream with --test needs to know how many users to ask: give --eval-users, such as 10000")
+    if (test is not None or config.split != "random") and not config.eval_users:
+        what = "--test" if test is not None else f"--split {config.split}"
+        raise UsageProblem(
+            f"--stream with {what} needs to know how many users to ask: give --eval-users, such as 10000"
+        )
 
 
 def _prepare(folder: Path, file: Path, reading: Json, config: TrainConfig, console: Console) -> Dataset:
     """Prepare the interactions in the run's folder; after a failure or an interrupt remove them."""
     from bunkbed.train.data.prepare import prepare_dataset
 
-    options = {name: value for name, value in reading.items() if name != "test_negatives"}
+    options = {name: value for name, value in reading.items() if name != "test_negatives"} | {"split": config.split}
     # The tables are still empty, so this may use the budget, except a quarter for the reader and DuckDB's overhead.
     ram_bytes = parse_bytes(config.ram) // 4 * 3
     try:
@@ -462,13 +474,15 @@ def _say_data(console: Console, data: Dataset) -> None:
                 "their lines hold no pair"
             )
     if data.test is not None:
-        lines.append(f"[b]{escape(Path(data.test.source).name)}[/b]  {len(data.test):,} pairs to judge by")
+        name = escape(Path(data.test.source).name) if data.split == "random" else f"split {data.split}"
+        lines.append(f"[b]{name}[/b]  {len(data.test):,} pairs to judge by")
     if data.candidates is not None:
         width = data.candidates.negatives.shape[1]
         lines.append(f"[b]{escape(Path(data.candidates.source).name)}[/b]  {width} negatives for each")
     if data.cold_users or data.cold_items:
         lines.append(
-            f"{data.cold_users:,} users and {data.cold_items:,} items stand only in the test files; "
+            f"{data.cold_users:,} users and {data.cold_items:,} items stand only in the test"
+            f"{' files' if data.split == 'random' else ''}; "
             "they are ranked too, untrained"
         )
     for line in lines:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from bunkbed.train.data.vocab import DataError
@@ -27,15 +27,14 @@ ITEM_NAMES = frozenset(_ITEM_WORDS.split())
 _NUMBER = re.compile(r"\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?\s*")
 
 
-def looks_like_header(rows: Sequence[Sequence[str]], user_col: int | str | None, item_col: int | str | None) -> bool:
+def looks_like_header(rows: Sequence[Sequence[str]], asked: Iterable[int | str | None]) -> bool:
     """Return whether the first of the sampled rows names the columns.
 
     It does if it contains a name that the caller gave, or a well-known name of users and one of items, or no number
     while some column below has only numbers.
     """
     first, rest = rows[0], rows[1:]
-    asked = [col for col in (user_col, item_col) if isinstance(col, str) and not col.isdecimal()]
-    if any(name in first for name in asked):
+    if any(isinstance(col, str) and not col.isdecimal() and col in first for col in asked):
         return True
     names = {_plain(field) for field in first}
     if names & USER_NAMES and names & ITEM_NAMES:
@@ -52,9 +51,7 @@ def find_columns(
     width: int,
     user_col: int | str | None,
     item_col: int | str | None,
-    *,
-    first_line: str = "",
-    first_line_number: int = 1,
+    first: tuple[int, str] = (1, ""),
 ) -> tuple[int, int]:
     """Return the positions of the users' and the items' column.
 
@@ -64,17 +61,15 @@ def find_columns(
         width: number of columns.
         user_col: name or position from the caller.
         item_col: name or position from the caller.
-        first_line: shown in messages if there is no header.
-        first_line_number: line number of `first_line`, counted from 1.
+        first: number (from 1) and text of the first line, for messages.
 
     Raises:
         DataError: no such column, several columns of that name, the same column twice, or no recognized column.
     """
     if width < 2:
-        found = repr(first_line) if names is None else f"only the column {names[0]!r}"
+        found = repr(first[1]) if names is None else f"only the column {names[0]!r}"
         raise DataError(
-            f"{path} line {first_line_number}: expected a user and an item separated by comma, tab or space, "
-            f"found {found}"
+            f"{path} line {first[0]}: expected a user and an item separated by comma, tab or space, found {found}"
         )
     known: tuple[int | None, int | None] = (None, None)
     if names is not None:
@@ -88,7 +83,7 @@ def find_columns(
     chosen = []
     for col, guess, what in ((user_col, known[0], "user"), (item_col, known[1], "item")):
         if col is not None:
-            chosen.append(_asked_column(path, names, width, col, what, f"line {first_line_number} is {first_line!r}"))
+            chosen.append(_asked_column(path, names, width, col, what, first))
         elif guess is not None:
             chosen.append(guess)
         else:
@@ -104,8 +99,39 @@ def find_columns(
     return user, item
 
 
+def find_others(
+    path: str,
+    names: Sequence[str] | None,
+    width: int,
+    others: Mapping[str, int | str],
+    taken: tuple[int, int],
+    first: tuple[int, str] = (1, ""),
+) -> dict[str, int]:
+    """Return the positions of further columns ("time", "rating"), by what they hold; arguments as `find_columns`.
+
+    Args:
+        others: name or position from the caller, by what the column holds.
+        taken: positions of the users and the items.
+
+    Raises:
+        DataError: no such column, several columns of that name, or one that holds something else.
+    """
+    found: dict[str, int] = {}
+    used = dict(zip(taken, ("user", "item"), strict=True))
+    for what, col in others.items():
+        at = _asked_column(path, names, width, col, what, first)
+        if at in used:
+            column = f"column {names[at]!r}" if names is not None else f"column {at}"
+            raise DataError(
+                f"{path}: {column} cannot hold both the {used[at]}s and the {what}s; "
+                f"give another --{what}-col or --{used[at]}-col"
+            )
+        found[what], used[at] = at, what
+    return found
+
+
 def _asked_column(
-    path: str, names: Sequence[str] | None, width: int, col: int | str, what: str, first_line: str
+    path: str, names: Sequence[str] | None, width: int, col: int | str, what: str, first: tuple[int, str]
 ) -> int:
     if isinstance(col, str) and names is not None and col in names:
         places = [at for at, name in enumerate(names) if name == col]
@@ -124,7 +150,7 @@ def _asked_column(
         return at
     if names is None:
         raise DataError(
-            f"{path}: has no header line to find column {col!r} in ({first_line}); "
+            f"{path}: has no header line to find column {col!r} in (line {first[0]} is {first[1]!r}); "
             f"give the position, --{what}-col 0 to {width - 1}, or --header if that line names the columns"
         )
     lowered = {name.lower(): name for name in reversed(names)}
@@ -143,7 +169,7 @@ def _well_known(names: Sequence[str], wanted: frozenset[str]) -> int | None:
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
+    return re.sub(r"[^a-z0-9]", "", name.partition(":")[0].lower())  # RecBole writes name:type
 
 
 def shown(field: str, *, limit: int = 60) -> str:

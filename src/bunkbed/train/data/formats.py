@@ -19,11 +19,18 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bunkbed.train.data.columns import HeaderChoice, LayoutChoice, find_columns, looks_like_header, shown
+from bunkbed.train.data.columns import (
+    HeaderChoice,
+    LayoutChoice,
+    find_columns,
+    find_others,
+    looks_like_header,
+    shown,
+)
 from bunkbed.train.data.sort import Sorter, path_literal
 from bunkbed.train.data.text import TextFile, check_utf8
 from bunkbed.train.data.vocab import DataError
@@ -47,6 +54,10 @@ _SIDES = ("user", "item")
 _BLANKS = "".join(filter(str.isspace, map(chr, range(0x3001))))
 
 
+#: User, items, and the further fields of a row with one item.
+_Row = tuple[str, list[str], Sequence[str]]
+
+
 class Pairs(ABC):
     """Reader of one file of interactions.
 
@@ -59,6 +70,7 @@ class Pairs(ABC):
         first_malformed: the problem of the first malformed row.
         remedy: advice for a file with mostly malformed rows.
         empty_users: number of adjacency lines of a user without items, which are not malformed.
+        others: what the further columns hold, in the order of `insert`.
     """
 
     path: str
@@ -69,6 +81,7 @@ class Pairs(ABC):
     first_malformed: str = ""
     remedy: str = ""
     empty_users: int = 0
+    others: tuple[str, ...] = ()
 
     @property
     def types(self) -> tuple[str, str]:
@@ -77,15 +90,17 @@ class Pairs(ABC):
 
     @abstractmethod
     def insert(self, sorter: Sorter, table: str) -> None:
-        """Append user and item of each sound row to a table, in the order of the file, without blanks around text.
+        """Append user, item and `others` of each sound row to a table, in the order of the file, without blanks around
+        text. The others are text, also where they are missing.
 
         Raises:
             DataError: a row is malformed and the reader is strict; text is not UTF-8; a quote is not closed.
         """
 
     @abstractmethod
-    def raise_missing(self, what: str, words: set[str]) -> None:
-        """Raise a `DataError` naming the first row whose `what` ("user" or "item") is one of `words`."""
+    def raise_value(self, what: str, words: set[str], problem: str) -> None:
+        """Raise a `DataError` that names the first row whose `what` ("user", "item" or one of `others`) is one of
+        `words`, and says the problem."""
 
     def check_read(self, num_rows: int) -> None:
         """Check a file after all of it was read, with `num_rows` pairs.
@@ -113,11 +128,13 @@ def open_pairs(
     header: HeaderChoice = "auto",
     layout: LayoutChoice = "auto",
     strict: bool = True,
+    others: Mapping[str, int | str] | None = None,
 ) -> Pairs:
     """Detect the form of a file and return its reader; given arguments restrict the detection.
 
     Args:
         strict: a malformed row is an error; otherwise it is left out and counted.
+        others: names or positions of further columns, by what they hold, such as "time".
 
     Raises:
         DataError: empty, not text, or its columns are not recognized.
@@ -126,42 +143,58 @@ def open_pairs(
     text = TextFile(os.fspath(path))
     pairs: Pairs
     if text.magic.startswith(b"PAR1"):
-        pairs = ParquetPairs(text.path, user_col, item_col)
+        pairs = ParquetPairs(text.path, user_col, item_col, others or {})
     else:
-        pairs = TextPairs(text, _find_layout(text, user_col, item_col, header, layout))
+        pairs = TextPairs(text, _find_layout(text, user_col, item_col, header, layout, others or {}))
     pairs.is_strict = strict
+    pairs.others = tuple(others or ())
     return pairs
 
 
 def _find_layout(
-    text: TextFile, user_col: int | str | None, item_col: int | str | None, header: HeaderChoice, layout: LayoutChoice
+    text: TextFile,
+    user_col: int | str | None,
+    item_col: int | str | None,
+    header: HeaderChoice,
+    layout: LayoutChoice,
+    others: Mapping[str, int | str],
 ) -> Columns | None:
-    """Return the columns of a text file, or None for adjacency lines."""
+    """Return the columns of a text file, or None for adjacency lines.
+
+    Raises:
+        DataError: a column is asked for that is not there.
+    """
     lines = text.sample_lines()
     separator = _find_separator(lines)
     rows = [_split(text.path, line, separator) for line in lines]
     if layout == "auto":
-        asked_for_columns = user_col is not None or item_col is not None or header is True
+        asked_for_columns = user_col is not None or item_col is not None or header is True or bool(others)
         can_be_adjacency = separator in (None, "\t") and not asked_for_columns
         layout = "adjacency" if can_be_adjacency and _is_ragged(rows, separator) else "columns"
     if layout == "adjacency":
+        for what in others:
+            raise DataError(
+                f"{text.path}: adjacency lines (user item item ...) have no column of {what}s; leave out --{what}-col, "
+                "or give a file with one pair a line"
+            )
         return None
-    has_header = looks_like_header(rows, user_col, item_col) if header == "auto" else header
+    has_header = looks_like_header(rows, (user_col, item_col, *others.values())) if header == "auto" else header
     names = [field.strip() for field in rows[0]] if has_header else None
-    number = text.blank_lines_above + 1
-    user, item = find_columns(
-        text.path, names, len(rows[0]), user_col, item_col, first_line=lines[0], first_line_number=number
-    )
-    return Columns(separator, len(rows[0]), user, item, names)
+    first = text.blank_lines_above + 1, lines[0]
+    user, item = find_columns(text.path, names, len(rows[0]), user_col, item_col, first)
+    more = find_others(text.path, names, len(rows[0]), others, (user, item), first)
+    return Columns(separator, len(rows[0]), user, item, names, more)
 
 
 class ParquetPairs(Pairs):
-    """Reader of two columns of a Parquet file, with DuckDB."""
+    """Reader of columns of a Parquet file, with DuckDB."""
 
     emptiness = "a schema"
     remedy = "choose other columns with --user-col and --item-col, or drop such rows"
 
-    def __init__(self, path: str, user_col: int | str | None, item_col: int | str | None) -> None:
+    def __init__(
+        self, path: str, user_col: int | str | None, item_col: int | str | None, others: Mapping[str, int | str]
+    ) -> None:
         import duckdb
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -176,8 +209,14 @@ class ParquetPairs(Pairs):
         except (pa.ArrowException, duckdb.Error) as error:
             raise self._damaged(error) from error
         at = find_columns(path, names, len(names), user_col, item_col)
+        more = find_others(path, names, len(names), others, at)
         self._names = [names[place] for place in at]
-        self._columns = ['"' + described[place][0].replace('"', '""') + '"' for place in at]
+        self._columns = ['"' + described[place][0].replace('"', '""') + '"' for place in (*at, *more.values())]
+        #: The further columns as text, by what they hold; times as whole numbers.
+        self._others = {
+            what: _as_text(column, described[place][1])
+            for column, (what, place) in zip(self._columns[2:], more.items(), strict=True)
+        }
         self._types = (described[at[0]][1], described[at[1]][1])
         for name, kind in zip(self._names, self._types, strict=True):
             if kind != "VARCHAR" and not re.fullmatch(r"U?(TINY|SMALL|BIG)?INT(EGER)?", kind):
@@ -185,7 +224,7 @@ class ParquetPairs(Pairs):
                     f"{path}: column {name!r} holds {kind.lower()}, users and items must be integers or strings; "
                     "cast it and write the file again"
                 )
-        self.form = f"Parquet, users from column {self._names[0]!r}, items from column {self._names[1]!r}"
+        self.form = f"Parquet, {_say_columns(names, *at, more)}"
 
     @property
     def types(self) -> tuple[str, str]:
@@ -196,12 +235,13 @@ class ParquetPairs(Pairs):
     def insert(self, sorter: Sorter, table: str) -> None:
         """As `Pairs.insert`."""
         is_text = [kind == "VARCHAR" for kind in self._types]
-        values = [_trimmed(name) if text else name for name, text in zip(self._columns, is_text, strict=True)]
+        values = [_trimmed(name) if text else name for name, text in zip(self._columns[:2], is_text, strict=True)]
         sound = [f"{name} <> ''" if text else f"{name} IS NOT NULL" for name, text in zip(values, is_text, strict=True)]
         is_sound = " AND ".join(sound)
         with sorter.reading(self._damaged):
             (total,) = sorter.row(f"SELECT count(*) FROM {self._source}")
-            kept = sorter.insert(f"INSERT INTO {table} SELECT {', '.join(values)} FROM {self._source} WHERE {is_sound}")
+            wanted = ", ".join([*values, *self._others.values()])
+            kept = sorter.insert(f"INSERT INTO {table} SELECT {wanted} FROM {self._source} WHERE {is_sound}")
             self.malformed = total - kept
             if not self.malformed:
                 return
@@ -220,17 +260,19 @@ class ParquetPairs(Pairs):
             raise DataError(f"{self.path} row {row}: column {self._names[side]!r} is missing (null); drop such rows")
         raise DataError(f"{self.path} row {row}: the {_SIDES[side]} is missing ({shown(value)}); drop such rows")
 
-    def raise_missing(self, what: str, words: set[str]) -> None:
-        """As `Pairs.raise_missing`."""
-        side = _SIDES.index(what)
-        column = f"CAST({self._columns[side]} AS VARCHAR)"
+    def raise_value(self, what: str, words: set[str], problem: str) -> None:
+        """As `Pairs.raise_value`."""
+        at = (*_SIDES, *self.others).index(what)
+        column = self._others[what] if what in self._others else _trimmed(f"CAST({self._columns[at]} AS VARCHAR)")
         listed = ", ".join("'" + word.replace("'", "''") + "'" for word in sorted(words))
         with Sorter(None) as sorter, sorter.reading(self._damaged):
-            (row,) = sorter.row(
-                f"SELECT min(file_row_number) FROM {self._source} WHERE {_trimmed(column)} IN ({listed})"
+            row, value = sorter.row(
+                f"SELECT file_row_number, CAST({self._columns[at]} AS VARCHAR) FROM {self._source} "
+                f"WHERE {column} IN ({listed}) ORDER BY file_row_number LIMIT 1"
             )
-            if row is not None:
-                self._raise_row(sorter, row, side)
+        found = "null" if value is None else shown(value)
+        remedy = f"correct or drop such rows, or give another --{what}-col" if what in self.others else "drop such rows"
+        raise DataError(f"{self.path} row {row}: the {what} {problem} ({found}); {remedy}")
 
     def _damaged(self, error: BaseException) -> DataError:
         return DataError(f"{self.path}: is damaged Parquet ({str(error).splitlines()[0]})")
@@ -245,12 +287,16 @@ class Columns:
     user: int
     item: int
     names: list[str] | None
+    others: Mapping[str, int]
 
     def describe(self) -> str:
         """Return the form as text."""
         kind = "blank-separated" if self.separator is None else _SEPARATOR_NAMES[self.separator]
-        where = [repr(self.names[at]) if self.names else str(at) for at in (self.user, self.item)]
-        return f"{kind}, users from column {where[0]}, items from column {where[1]}"
+        return f"{kind}, {_say_columns(self.names, self.user, self.item, self.others)}"
+
+    def place_of(self, what: str) -> int:
+        """Return the position of the column that holds "user", "item" or one of `others`."""
+        return {"user": self.user, "item": self.item, **self.others}[what]
 
 
 class TextPairs(Pairs):
@@ -277,10 +323,10 @@ class TextPairs(Pairs):
 
         if self._insert_plain(sorter, table):
             return
-        schema = pa.schema([(name, pa.string()) for name in _SIDES])
+        schema = pa.schema([(name, pa.string()) for name in (*_SIDES, *self.others)])
         labels = self._lines_of_items() if self._columns is None else self._sound_rows(self._columns)
         sorter.stream("source", schema, _batches(labels, schema))
-        sorter.insert(f'INSERT INTO {table} SELECT "user", "item" FROM source')
+        sorter.insert(f"INSERT INTO {table} SELECT * FROM source")
 
     def _insert_plain(self, sorter: Sorter, table: str) -> bool:
         """Insert all rows with DuckDB and return True, or none."""
@@ -288,7 +334,8 @@ class TextPairs(Pairs):
         if columns is None or separator is None or self._text.blank_lines_above or not self._is_plain():
             return False
         labels = [_trimmed(f"f{at}") for at in (columns.user, columns.item)]
-        values = (f"CASE WHEN {label} <> '' THEN {label} ELSE error('missing') END" for label in labels)
+        values = [f"CASE WHEN {label} <> '' THEN {label} ELSE error('missing') END" for label in labels]
+        values += [f"coalesce({_trimmed(f'f{at}')}, '')" for at in columns.others.values()]
         names = ", ".join(f"'f{at}': 'VARCHAR'" for at in range(columns.width))
         return sorter.attempt(
             f"INSERT INTO {table} SELECT {', '.join(values)} FROM read_csv({path_literal(self.path)}, "
@@ -352,9 +399,10 @@ class TextPairs(Pairs):
                     # Within one line, odd quotes do not affect other rows: they are text.
                     yield number, _split(f"{self.path} line {number}", kept[0], separator)
 
-    def _sound_rows(self, columns: Columns) -> Iterator[tuple[str, list[str]]]:
-        """Yield user and item of each row with both; leave out and count the others."""
+    def _sound_rows(self, columns: Columns) -> Iterator[_Row]:
+        """Yield user, item and further fields of each row with both; leave out and count the other rows."""
         wanted = (("user", columns.user), ("item", columns.item))
+        others = tuple(columns.others.items())
         for number, row in self._rows():
             problem = ""
             if len(row) != columns.width:
@@ -368,7 +416,9 @@ class TextPairs(Pairs):
                     if not (user.isascii() and item.isascii()):
                         for what, at in wanted:
                             check_utf8(self.path, number, what, row[at])
-                    yield user, [item]
+                    for what, at in others:
+                        check_utf8(self.path, number, what, row[at])
+                    yield user, [item], [row[at].strip() for _, at in others]
                     continue
                 what, at = wanted[bool(user)]
                 problem = f"line {number}: the {what} is missing (found {row[at]!r})"
@@ -379,26 +429,27 @@ class TextPairs(Pairs):
         if self.is_strict and self.malformed:  # only now, because a quote that is not closed is the worse mistake
             raise DataError(f"{self.path} {self.first_malformed}")
 
-    def _lines_of_items(self) -> Iterator[tuple[str, list[str]]]:
+    def _lines_of_items(self) -> Iterator[_Row]:
         """Yield user and items of each adjacency line."""
         for number, row in self._rows():
             for field in row:
                 check_utf8(self.path, number, "line", field)
             self.empty_users += len(row) == 1
-            yield row[0], row[1:]
+            yield row[0], row[1:], ()
 
-    def raise_missing(self, what: str, words: set[str]) -> None:
-        """As `Pairs.raise_missing`."""
+    def raise_value(self, what: str, words: set[str], problem: str) -> None:
+        """As `Pairs.raise_value`."""
         columns = self._columns
         for number, row in self._rows():
             if columns is None:
                 fields = row[:1] if what == "user" else row[1:]
             else:
-                at = columns.user if what == "user" else columns.item
-                fields = [row[at]] if len(row) == columns.width else []
+                is_sound = len(row) == columns.width and row[columns.user].strip() and row[columns.item].strip()
+                fields = [row[columns.place_of(what)]] if is_sound else []
             for field in fields:
                 if field.strip() in words:
-                    raise DataError(f"{self.path} line {number}: the {what} is missing (found {field!r})")
+                    remedy = f"; correct or drop such rows, or give another --{what}-col" if what in self.others else ""
+                    raise DataError(f"{self.path} line {number}: the {what} {problem} (found {field!r}){remedy}")
 
 
 def read_candidate_lines(path: str | os.PathLike[str]) -> tuple[pa.Array, pa.Array, int]:
@@ -440,18 +491,38 @@ def read_candidate_lines(path: str | os.PathLike[str]) -> tuple[pa.Array, pa.Arr
     return pa.array(users, pa.string()), pa.array(items, pa.string()), width
 
 
-def _batches(labels: Iterator[tuple[str, list[str]]], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+def _batches(rows: Iterator[_Row], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     import pyarrow as pa
+
+    def batch() -> pa.RecordBatch:
+        return pa.record_batch([pa.array(column, pa.string()) for column in (users, items, *others)], schema=schema)
 
     users: list[str] = []
     items: list[str] = []
-    for user, of_user in labels:
+    others: list[list[str]] = [[] for _ in schema.names[2:]]
+    for user, of_user, others_of_user in rows:
         users += [user] * len(of_user)
         items += of_user
+        for column, value in zip(others, others_of_user, strict=True):
+            column.append(value)
         if len(items) >= _BATCH_ROWS:
-            yield pa.record_batch([pa.array(users, pa.string()), pa.array(items, pa.string())], schema=schema)
-            users, items = [], []
-    yield pa.record_batch([pa.array(users, pa.string()), pa.array(items, pa.string())], schema=schema)
+            yield batch()
+            users, items, others = [], [], [[] for _ in others]
+    yield batch()
+
+
+def _say_columns(names: Sequence[str] | None, user: int, item: int, others: Mapping[str, int]) -> str:
+    """Return the positions of columns as text."""
+    places = {"user": user, "item": item, **others}
+    return ", ".join(f"{what}s from column {repr(names[at]) if names else at}" for what, at in places.items())
+
+
+def _as_text(column: str, kind: str) -> str:
+    """Return SQL for a Parquet column of an SQL type as text; dates and times as numbers."""
+    if kind.startswith(("TIMESTAMP", "DATE")):
+        column = f"{'epoch_ns' if kind == 'TIMESTAMP_NS' else 'epoch_us'}({column})"
+    text = f"coalesce(CAST({column} AS VARCHAR), '')"
+    return _trimmed(text) if kind == "VARCHAR" else text
 
 
 def _trimmed(column: str) -> str:

@@ -22,6 +22,7 @@ from bunkbed.train.data.formats import Pairs, open_pairs, read_candidate_lines
 from bunkbed.train.data.reading import Reading
 from bunkbed.train.data.sort import Sorter
 from bunkbed.train.data.vocab import DataError, Int64Array, Vocab
+from bunkbed.train.settings.config import check_split, first_share
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -127,6 +128,7 @@ class Dataset:
     Attributes:
         cold_users: number of users that are only in the test files.
         cold_items: number of items that are only in the test files.
+        split: which pairs of the training file are the test, as `TrainConfig.split`; ``"random"``: none.
     """
 
     train: Interactions
@@ -134,6 +136,7 @@ class Dataset:
     candidates: Candidates | None = None
     cold_users: int = 0
     cold_items: int = 0
+    split: str = "random"
 
     @property
     def num_users(self) -> int:
@@ -146,11 +149,24 @@ class Dataset:
         return self.train.num_items
 
 
-def open_sources(path: PathLike, test: PathLike | None, **options: Any) -> dict[str, Pairs]:
-    """Return the readers of the training file and of the test file, if there is one; raises as `open_pairs`."""
-    return {
-        name: open_pairs(source, **options) for name, source in (("train", path), ("test", test)) if source is not None
-    }
+def open_sources(
+    path: PathLike, test: PathLike | None, *, split: str, time_col: Column, **options: Any
+) -> dict[str, Pairs]:
+    """Return the readers of the training file and of the test file, if there is one.
+
+    Raises:
+        ValueError: a split that needs something else. As `open_pairs`.
+    """
+    check_split(split)
+    if split != "random" and test is not None:
+        raise DataError(f"option split={split!r} takes the test out of {path}; leave it out, or the test file {test}")
+    if first_share("split", split) is not None and time_col is None:
+        raise DataError(f"option split={split!r} needs times: give the column that holds them with --time-col")
+    others = {} if time_col is None else {"time": time_col}
+    sources = {"train": open_pairs(path, others=others, **options)}
+    if test is not None:
+        sources["test"] = open_pairs(test, **options)
+    return sources
 
 
 def dataset_of(about: dict[str, Any], table: Callable[[str], pa.Table]) -> Dataset:
@@ -168,7 +184,8 @@ def dataset_of(about: dict[str, Any], table: Callable[[str], pa.Table]) -> Datas
         candidates = Candidates(
             _array(columns["user"]), _array(columns["positive"]), negatives, about["candidates"]["source"]
         )
-    return Dataset(pairs["train"], pairs.get("test"), candidates, about["cold_users"], about["cold_items"])
+    cold = about["cold_users"], about["cold_items"]
+    return Dataset(pairs["train"], pairs.get("test"), candidates, *cold, about.get("split", "random"))
 
 
 def read_interactions(path: PathLike, **options: Any) -> Interactions:
@@ -205,6 +222,8 @@ def read_dataset(
     header: HeaderChoice = "auto",
     layout: LayoutChoice = "auto",
     strict: bool = True,
+    time_col: Column = None,
+    split: str = "random",
 ) -> Dataset:
     """Read a training file and, if given, test files, with one numbering.
 
@@ -218,15 +237,32 @@ def read_dataset(
         layout: ``"columns"``, ``"adjacency"``, or ``"auto"``: adjacency if blanks (or tabs) separate fields
             and lines mostly differ in length. For adjacency lines of equal length, give ``"adjacency"``.
         strict: a ragged line or an empty label is an error; otherwise such rows are left out and counted (`malformed`).
+        time_col: name or position of a column of times: numbers (nine decimals), or dates and times in ISO form
+            (microseconds, UTC where no offset is given). The training pairs are then in the order of their times, and
+            of equal times in that of the file; a repeated pair has its first time. None: the order of the file.
+        split: takes the test out of the training file. ``"last"``: the last pair of every user who has two or more;
+            ``"time:0.9"``: all pairs after the first 90 %, rounded to a pair, which needs `time_col`; ``"random"``: no
+            test.
 
     Raises:
         DataError: a file is empty, not text, has no such column or several of that name, a ragged line, a missing
             value, or an unclosed quote; or, if not strict, more than half of its rows are malformed. The message
-            names the file, the line and its content. Or the held-out pairs of the candidates differ from `test`.
+            names the file, the line and its content. Or the held-out pairs of the candidates differ from `test`; or a
+            time cannot be read; or the split leaves no test, or there is a test file too.
         FileNotFoundError, IsADirectoryError, PermissionError: the system's error.
     """
+    if split != "random" and test_negatives is not None:
+        raise DataError(f"option split={split!r} takes the test out of {path}; leave it out, or {test_negatives}")
     sources = open_sources(
-        path, test, user_col=user_col, item_col=item_col, header=header, layout=layout, strict=strict
+        path,
+        test,
+        split=split,
+        time_col=time_col,
+        user_col=user_col,
+        item_col=item_col,
+        header=header,
+        layout=layout,
+        strict=strict,
     )
     tables: dict[str, pa.Table] = {}
 
@@ -236,7 +272,7 @@ def read_dataset(
         tables[name] = pa.Table.from_batches(batches, schema)
 
     with Sorter(None) as sorter:
-        about = Reading(sorter, sources, keep, lambda text, rows: None).run()
+        about = Reading(sorter, sources, keep, lambda text, rows: None, split=split).run()
     data = dataset_of(about, tables.pop)
     if test_negatives is None:
         return data

@@ -38,6 +38,8 @@ def prepare_dataset(
     header: HeaderChoice = "auto",
     layout: LayoutChoice = "auto",
     strict: bool = True,
+    time_col: Column = None,
+    split: str = "random",
     on_progress: OnProgress | None = None,
 ) -> Dataset:
     """Read interactions into `folder` and open the dataset there; its pairs and labels stay on disk.
@@ -58,13 +60,21 @@ def prepare_dataset(
     root.mkdir(parents=True, exist_ok=True)
     require_real(root)
     sources = open_sources(
-        path, test, user_col=user_col, item_col=item_col, header=header, layout=layout, strict=strict
+        path,
+        test,
+        split=split,
+        time_col=time_col,
+        user_col=user_col,
+        item_col=item_col,
+        header=header,
+        layout=layout,
+        strict=strict,
     )
 
     def keep(name: str, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
         write_rows(root / f"{name}.parquet", schema, batches, row_group=_ROW_GROUP)
 
     with Sorter(root / "preparing", ram_bytes, is_stored=True) as sorter:
-        about = Reading(sorter, sources, keep, on_progress or (lambda text, rows: None)).run()
+        about = Reading(sorter, sources, keep, on_progress or (lambda text, rows: None), split=split).run()
     write_description(root, about)
     return open_dataset(root)

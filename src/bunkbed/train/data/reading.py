@@ -8,8 +8,10 @@ The same statements serve results in memory (`bunkbed.train.data.interactions.re
    appearance, so a label's number is its row.
 2. Whether labels are integers, or mean a missing value, is known only after all labels are read: it is decided from
    the distinct labels, before the other steps. Labels that are all plain integers become integers.
-3. Of equal pairs the first is kept, and pairs keep the order of the file: joins and grouping lose the order, so each
+3. Of equal pairs the first is kept, and pairs keep the order of the rows: joins and grouping lose the order, so each
    pair carries its place, and the last step sorts by it.
+4. With times the rows are put in their order first (equal times in that of the file), so that "first" and "last" mean
+   the time in all other steps, and no later code needs the times. A split then is a question of places.
 
 `bunkbed.train.data.formats` reads files and reports errors; DuckDB joins, groups and sorts.
 """
@@ -21,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from bunkbed.train.data.formats import Pairs
 from bunkbed.train.data.sort import Sorter
+from bunkbed.train.data.vocab import DataError
+from bunkbed.train.settings.config import first_share, num_first
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -37,6 +41,8 @@ MISSING_WORDS = ("na", "n/a", "nan", "null", "none", "nil", "\\n", "?")
 # 18 digits always fit int64.
 _INTEGER = "(0|-?[1-9][0-9]{0,17})"
 _TOO_LONG = 10**18
+# Types of times. A number keeps nine decimals, a date and time microseconds; an offset from UTC counts.
+_NUMBER, _DATE = "DECIMAL(38, 9)", "TIMESTAMPTZ"
 
 
 class Reading:
@@ -46,13 +52,17 @@ class Reading:
         sorter: has no tables yet.
         sources: readers by the name of their table of pairs, "train" first.
         keep: stores the rows of one table.
+        split: takes the test out of the pairs of the first file, as `TrainConfig.split` says.
     """
 
-    def __init__(self, sorter: Sorter, sources: Mapping[str, Pairs], keep: Keep, tell: OnProgress) -> None:
+    def __init__(
+        self, sorter: Sorter, sources: Mapping[str, Pairs], keep: Keep, tell: OnProgress, *, split: str = "random"
+    ) -> None:
         self._sorter = sorter
         self._sources = sources
         self._keep = keep
         self._tell = tell
+        self._split = split
         self._rows: list[int] = []
         self._end_of_train = 0  # all rows of the first file are before this one
 
@@ -63,19 +73,28 @@ class Reading:
             DataError: a file is malformed, or memory or disk are too small for DuckDB.
         """
         self._read()
-        about: dict[str, Any] = {"version": 1}
-        about["cold_users"], about["cold_items"] = self._number("user"), self._number("item")
+        about: dict[str, Any] = {"version": 1, "split": self._split}
+        for what in ("user", "item"):
+            self._number(what)
         self._join()
+        self._take_test()
+        for what in ("user", "item"):
+            about[f"cold_{what}s"] = self._count_cold(what)
+        is_in_time = "time" in self._sources["train"].others
         for at, (name, source) in enumerate(self._sources.items()):
             kept = self._keep_pairs(at, name)
             about[name] = {
                 "source": source.path,
                 "duplicates": self._rows[at] - kept,
-                "form": source.form,
+                "form": source.form + ("" if is_in_time or self._split == "random" else ", in the order of the file"),
                 "malformed": source.malformed,
                 "first_malformed": source.first_malformed,
                 "empty_users": source.empty_users,
             }
+        if self._split != "random":
+            train = about["train"]
+            train["duplicates"] -= self._keep_pairs(1, "test")
+            about["test"] = {"source": train["source"], "form": train["form"]}
         return about
 
     def _read(self) -> None:
@@ -86,14 +105,54 @@ class Reading:
         self._sorter.run(f'CREATE TABLE raw ("user" {user}, "item" {item})')
         for source in self._sources.values():
             self._tell(f"reading {source.path}", None)
-            source.insert(self._sorter, "raw")
+            self._insert(source, f'"user" {user}, "item" {item}')
             total, end = self._sorter.row("SELECT count(*), coalesce(max(rowid), -1) + 1 FROM raw")
             self._end_of_train = self._end_of_train if self._rows else end
             self._rows.append(total - sum(self._rows))
             source.check_read(self._rows[-1])
 
-    def _number(self, what: str) -> int:
-        """Store the labels of one side in the order of their numbers; return how many are not in the first file."""
+    def _insert(self, source: Pairs, columns: str) -> None:
+        """Append the rows of a file to the table of all, in the order of their times if there are any."""
+        if not source.others:
+            source.insert(self._sorter, "raw")
+            return
+        sorter = self._sorter
+        more = ", ".join(f'"{what}" VARCHAR' for what in source.others)
+        sorter.run(f"CREATE TABLE texts ({columns}, {more})")
+        source.insert(sorter, "texts")
+        (count,) = sorter.row("SELECT count(*) FROM texts")
+        source.check_read(count)
+        self._tell("sorting by time", None)
+        time = self._checked_time(source)
+        sorter.insert(f'INSERT INTO raw SELECT "user", "item" FROM texts ORDER BY {time}, rowid')
+        sorter.run("DROP TABLE texts")
+
+    def _checked_time(self, source: Pairs) -> str:
+        """Return SQL for the time of a row of the table of texts.
+
+        Raises:
+            DataError: a time is not of the kind of the first one.
+        """
+        sorter = self._sorter
+        (is_number,) = sorter.row(f'SELECT TRY_CAST("time" AS {_NUMBER}) IS NOT NULL FROM texts ORDER BY rowid LIMIT 1')
+        if not is_number:
+            sorter.run("SET TimeZone = 'UTC'")  # of dates without an offset
+        value = f'TRY_CAST("time" AS {_NUMBER if is_number else _DATE})'
+        (row,) = sorter.row(f"SELECT min(rowid) FROM texts WHERE isfinite({value}) IS NOT TRUE")
+        if row is not None:
+            (text,) = sorter.row(f'SELECT "time" FROM texts WHERE rowid = {row}')
+            kind = "number" if is_number else "date"
+            source.raise_value(
+                "time",
+                {text},
+                f"is not a {kind}, as those above are"
+                if row
+                else "is neither a number nor a date such as 2024-05-31 or 2024-05-31T12:00:00+02:00",
+            )
+        return value
+
+    def _number(self, what: str) -> None:
+        """Store the labels of one side in the order of their numbers."""
         import pyarrow as pa
 
         sorter = self._sorter
@@ -113,8 +172,6 @@ class Reading:
         schema = pa.schema([("label", kind)])
         labels = (batch.cast(schema) for batch in sorter.batches(f"SELECT label FROM {what}s ORDER BY rowid"))
         self._keep(f"{what}s", schema, labels)
-        (cold,) = sorter.row(f"SELECT count(*) FROM {what}s WHERE place >= {self._end_of_train}")
-        return int(cold)
 
     def _check_missing(self, what: str, is_integer: str) -> None:
         known = ", ".join("'" + word + "'" for word in MISSING_WORDS)
@@ -125,7 +182,7 @@ class Reading:
         if integers and others and not unknown:
             (words,) = self._sorter.row(f"SELECT list(label) FROM {what}s WHERE NOT {is_integer}")
             for source in self._sources.values():
-                source.raise_missing(what, set(words))
+                source.raise_value(what, set(words), "is missing")
 
     def _join(self) -> None:
         """Make a table of distinct pairs, as numbers, with the place of the first of each."""
@@ -142,8 +199,45 @@ class Reading:
         )
         self._sorter.run("DROP TABLE raw")
 
+    def _take_test(self) -> None:
+        """Mark the pairs that the split makes the test.
+
+        Raises:
+            DataError: there are none.
+        """
+        if self._split == "random":
+            return
+        sorter = self._sorter
+        self._tell("splitting the pairs", None)
+        share = first_share("split", self._split)
+        if share is None:
+            held, few = 'max(place) AS place FROM pairs GROUP BY "user" HAVING count(*) > 1', "no user has two items"
+        else:
+            (total,) = sorter.row("SELECT count(*) FROM pairs")
+            held = f"place FROM pairs ORDER BY place OFFSET {num_first(total, share)}"
+            few = f"it has {total:,} different pairs"
+        sorter.run(f"CREATE TABLE held AS SELECT {held}")
+        if not sorter.row("SELECT count(*) FROM held")[0]:
+            source = next(iter(self._sources.values()))
+            raise DataError(f"{source.path}: split {self._split} leaves no test: {few}; use --split random")
+        sorter.run(
+            "CREATE TABLE divided AS "
+            'SELECT place IN (SELECT place FROM held) AS is_test, "user", "item", place FROM pairs'
+        )
+        sorter.run("DROP TABLE held")
+        sorter.run("DROP TABLE pairs")
+        sorter.run("ALTER TABLE divided RENAME TO pairs")
+
+    def _count_cold(self, what: str) -> int:
+        """Return how many users or items have pairs only in the test."""
+        if self._split == "random" and len(self._sources) == 1:
+            return 0
+        cold = f'SELECT "{what}" FROM pairs GROUP BY "{what}" HAVING bool_and(is_test)'
+        (count,) = self._sorter.row(f"SELECT count(*) FROM ({cold})")
+        return int(count)
+
     def _keep_pairs(self, at: int, name: str) -> int:
-        """Store the pairs of a file in its order; return their number."""
+        """Store the pairs for training, or those of the test (`at` 1), in their order; return their number."""
         import pyarrow as pa
 
         kept = 0

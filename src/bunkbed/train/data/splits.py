@@ -1,8 +1,9 @@
-"""Holding pairs out of training: leave one out, or a fraction of every user's pairs.
+"""Holding pairs out of training for validation: one or a fraction of every user's pairs, or the last of all pairs.
 
 One sort by (user, key, place) serves splits in memory (`split`) and on disk (`bunkbed.train.data.stream.open_split`).
-`key` is the sort key of `random_order`, or zero where the last pairs of the file are held out: a user's pairs are then
-adjacent, with the pairs to hold out last.
+`key` is the sort key of `random_order`, or zero where the last pairs in their order are held out: a user's pairs are
+then adjacent, with the pairs to hold out last. `bunkbed.train.data.reading` has put the pairs in the order of their
+times, and has taken out those of the test.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from bunkbed.train.data.interactions import Interactions
 from bunkbed.train.data.sampling import STREAM_SPLIT, OrderInMemory, SeenPairs, order_keys
 from bunkbed.train.data.sort import Sorter
 from bunkbed.train.data.vocab import Int64Array
-from bunkbed.train.settings.config import TrainConfig
+from bunkbed.train.settings.config import TrainConfig, num_first
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -51,10 +52,10 @@ def split(interactions: Interactions, config: TrainConfig) -> Split:
     """Hold out pairs as `config.valid` says: a pure function of the pairs, `valid` and `seed`.
 
     A user with one pair keeps it for training. A fraction is rounded to the nearest number of a user's pairs, but one
-    pair always remains for training.
+    pair always remains for training. By time, users may have all their pairs on one side.
 
     Raises:
-        ValueError: no user has two pairs, or no user has enough pairs for the fraction.
+        ValueError: no user has two pairs, or no user has enough pairs for the fraction, or there is one pair.
     """
     if config.valid == "none":
         return Split(interactions, None)
@@ -73,26 +74,30 @@ def split(interactions: Interactions, config: TrainConfig) -> Split:
 def refuse_nothing_held(pairs: Interactions, config: TrainConfig, num_held: int) -> None:
     """Raise `ValueError` if pairs should be held out and none are."""
     if config.valid != "none" and not num_held:
-        raise ValueError(
-            f"option valid={config.valid!r} holds nothing out: no user of "
-            f"{pairs.source or 'the data'} has enough pairs; use --valid none"
-        )
+        source = pairs.source or "the data"
+        few = f"no user of {source} has enough pairs"
+        if config.valid_first is not None:
+            few = f"{source} has {len(pairs):,} pairs for training"
+        raise ValueError(f"option valid={config.valid!r} holds nothing out: {few}; use --valid none")
 
 
 def pairs_by_user(pairs: Interactions, config: TrainConfig, sorter: Sorter) -> Iterator[UserPairs]:
     """Yield the pairs of some users at a time, users ascending."""
-    is_random = config.valid not in ("none", "last")
+    is_random = config.valid == "random" or config.valid_fraction is not None
     schema = pair_schema(pairs)
     sorter.stream(
         "pairs", schema, keyed(pairs, schema, order_keys(config.seed, STREAM_SPLIT, 0) if is_random else None)
     )
     answer = sorter.batches('SELECT "user", "item", place FROM pairs ORDER BY "user", key, place')
     for users, items, places in _whole_users(answer):
-        yield users, items, places, _held(users, config)
+        yield users, items, places, _held(users, places, config, len(pairs))
 
 
-def _held(users: Int64Array, config: TrainConfig) -> BoolArray:
+def _held(users: Int64Array, places: Int64Array, config: TrainConfig, num_pairs: int) -> BoolArray:
     """Return which pairs are held out: ``bool[n]`` for ascending ``users int64[n]``."""
+    if config.valid_first is not None:
+        after: BoolArray = places >= num_first(num_pairs, config.valid_first)
+        return after
     _, at, counts = np.unique(users, return_inverse=True, return_counts=True)
     if config.valid == "none":
         return np.zeros(len(users), dtype=np.bool_)

@@ -40,7 +40,8 @@ def save_dataset(folder: PathLike, dataset: Dataset) -> None:
     train = dataset.train
     _write(root / "users.parquet", {"label": train.user_vocab.array})
     _write(root / "items.parquet", {"label": train.item_vocab.array})
-    about: Json = {"version": 1, "cold_users": dataset.cold_users, "cold_items": dataset.cold_items}
+    about: Json = {"version": 1, "split": dataset.split}
+    about |= {"cold_users": dataset.cold_users, "cold_items": dataset.cold_items}
     for name, pairs in (("train", train), ("test", dataset.test)):
         if pairs is not None:
             _write(root / f"{name}.parquet", {"user": pa.array(pairs.users), "item": pa.array(pairs.items)})
@@ -87,18 +88,28 @@ def open_dataset(folder: PathLike) -> Dataset:
             for name in ("train", "test")
             if name in about
         }
-        return Dataset(pairs["train"], pairs.get("test"), None, about["cold_users"], about["cold_items"])
+        cold = about["cold_users"], about["cold_items"]
+        return Dataset(pairs["train"], pairs.get("test"), None, *cold, about.get("split", "random"))
 
 
-def open_training_pairs(folder: PathLike) -> StoredInteractions:
-    """Open only the training pairs of a dataset of `save_dataset`, on disk until they are read.
+def open_known_pairs(folder: PathLike) -> list[StoredInteractions]:
+    """Open the pairs of the training file of `save_dataset`, on disk until they are read.
+
+    Returns:
+        The training pairs; and the test, if the split took it out of the same file.
 
     Raises:
         DataError: no dataset, or it is incomplete.
     """
     root = Path(folder)
     with _description(root) as about:
-        return StoredInteractions(root / "train.parquet", *load_vocabs(root), **about["train"])
+        vocabs = load_vocabs(root)
+        return [StoredInteractions(root / f"{name}.parquet", *vocabs, **about[name]) for name in _known(about)]
+
+
+def _known(about: Json) -> tuple[str, ...]:
+    """Return the names of the tables with the pairs of the training file."""
+    return ("train",) if about.get("split", "random") == "random" else ("train", "test")
 
 
 @contextmanager
@@ -128,15 +139,18 @@ def load_vocabs(folder: PathLike) -> tuple[Vocab, Vocab]:
 
 
 def seen_items(folder: PathLike, user: int) -> Int64Array:
-    """Return items ``int64[M]`` of one user's training pairs, streamed from the saved dataset, in file order."""
+    """Return items ``int64[M]`` of one user's pairs in the training file, streamed from the saved dataset, in order."""
+    root = Path(folder)
     parts = [np.empty(0, np.int64)]
-    with opened(Path(folder) / "train.parquet") as file:
-        for group in range(file.num_row_groups):
-            bounds = file.metadata.row_group(group).column(0).statistics
-            if bounds is not None and not bounds.min <= user <= bounds.max:
-                continue
-            table = file.read_row_group(group)
-            parts.append(table["item"].to_numpy()[table["user"].to_numpy() == user])
+    with _description(root) as about:
+        for name in _known(about):
+            with opened(root / f"{name}.parquet") as file:
+                for group in range(file.num_row_groups):
+                    bounds = file.metadata.row_group(group).column(0).statistics
+                    if bounds is not None and not bounds.min <= user <= bounds.max:
+                        continue
+                    table = file.read_row_group(group)
+                    parts.append(table["item"].to_numpy()[table["user"].to_numpy() == user])
     return np.concatenate(parts)
 
 

@@ -19,7 +19,7 @@ from bunkbed.train.settings.config import TrainConfig
 __all__ = ["RunSummary", "differing_options", "ranked", "summarize_run"]
 
 # Options that must agree, or the validation figures of two runs are not comparable.
-_JUDGED_BY = ("valid", "ranking", "eval_negatives", "eval_users", "seed")
+_JUDGED_BY = ("split", "valid", "ranking", "eval_negatives", "eval_users", "seed")
 
 
 @dataclass(frozen=True)

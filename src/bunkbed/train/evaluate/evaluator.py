@@ -31,7 +31,7 @@ class EvalResult:
 
     Attributes:
         metrics: the result of `bunkbed.train.evaluate.metrics.ranking_metrics`.
-        ranking: description of the competitors of each held-out item, and of the users.
+        ranking: description of the competitors of each held-out item, of the users, and of the split.
         num_users: number of users over which the figures are means.
         split: ``"test"``, ``"test candidates"`` or ``"validation"``.
     """
@@ -66,6 +66,8 @@ class Evaluator:
             validation pairs.
         eval_users: number of users, drawn by seed: the same ones in every evaluation; 0: all.
         candidates: given negatives; None draws negatives for a sampled ranking.
+        split: of the result.
+        rule: how the targets were held out, to say it: a value of `TrainConfig.valid`, or ``"given"``.
     """
 
     def __init__(
@@ -80,8 +82,10 @@ class Evaluator:
         seed: int = 0,
         candidates: Candidates | None = None,
         split: str = "validation",
+        rule: str = "random",
     ) -> None:
         self._split = split
+        self._rule = rule
         self._ks = tuple(ks)
         if eval_users:
             asked, self._of_users = draw_users(targets, eval_users, seed)
@@ -99,9 +103,9 @@ class Evaluator:
 
     @property
     def ranking(self) -> str:
-        """Description of the competitors of a held-out item, and of the users."""
+        """Description of the competitors of a held-out item, of the users, and of the split."""
         of_all = f" of {self._of_users:,}" if self.samples_users else ""
-        users = f"{self._num_users:,}{of_all} users"
+        users = f"{self._num_users:,}{of_all} users; split {self._rule}"
         if self._candidates is None:
             return f"full ranking of {self._targets.num_items:,} items, less those trained on; {users}"
         return f"sampled ranking: {self._candidates.negatives.shape[1]} negatives for each held-out item; {users}"
@@ -160,13 +164,15 @@ def evaluate_run(
             ranking="sampled",
             candidates=data.candidates,
             split="test candidates",
+            rule="given",
         )
     elif data.test is not None or data.candidates is not None:
         test = data.test
         if test is None:
             assert data.candidates is not None
             test = data.train.replace(data.candidates.users, data.candidates.positives)
-        evaluator = evaluate(test, data.train, ranking=ranking or "full", split="test")
+        rule = "given" if data.split == "random" else data.split
+        evaluator = evaluate(test, data.train, ranking=ranking or "full", split="test", rule=rule)
     else:
         folder = run.path / STREAM_FOLDER
         parts: Split | StreamedSplit = (
@@ -176,5 +182,5 @@ def evaluate_run(
             raise ValueError(
                 "nothing is held out to evaluate on: train with --valid random, or give a test file with --test"
             )
-        evaluator = evaluate(parts.valid, parts.train, ranking=ranking or config.ranking)
+        evaluator = evaluate(parts.valid, parts.train, ranking=ranking or config.ranking, rule=config.valid)
     return evaluator.evaluate(scorer_of_run(run, config), on_event)

@@ -110,14 +110,14 @@ def _known_scores(
     return hidden
 
 
-def known_pairs(pairs: Interactions) -> Known:
-    """Return the pairs of users of a dataset, in memory or on disk, for `best_items`."""
+def known_pairs(*parts: Interactions) -> Known:
+    """Return the pairs of users of a dataset, in one or more parts in memory or on disk, for `best_items`."""
 
     def of(users: Int64Array) -> tuple[Int64Array, Int64Array]:
-        asked = np.zeros(pairs.num_users, dtype=np.bool_)
+        asked = np.zeros(parts[0].num_users, dtype=np.bool_)
         asked[users] = True
-        found = pairs_of(pairs, asked)
-        return found.users, found.items
+        found = [pairs_of(pairs, asked) for pairs in parts]
+        return np.concatenate([part.users for part in found]), np.concatenate([part.items for part in found])
 
     return of
 

@@ -321,7 +321,7 @@ def _options(values: Json) -> list[Option]:
     """Return options in the order of `TrainConfig`, then unknown options of another release."""
     if not values:
         return []
-    defaults = {one.name: one.default for one in fields(TrainConfig)}
+    defaults = TrainConfig().to_dict()
     known = [Option(name, values.get(name, default), default) for name, default in defaults.items()]
     return known + [Option(name, value, UNKNOWN) for name, value in values.items() if name not in defaults]
 

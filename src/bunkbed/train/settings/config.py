@@ -13,7 +13,7 @@ from bunkbed.core.optim import SGD, Adagrad, Adam, Optimizer, RowwiseAdagrad
 from bunkbed.core.types import Json
 from bunkbed.train.settings.option import EVALUATION, LEARNING, MEMORY, MODEL, RUN, Option, option, option_of
 
-__all__ = ["OPTIMIZERS", "TrainConfig"]
+__all__ = ["OPTIMIZERS", "TrainConfig", "check_split", "first_share", "num_first"]
 
 OPTIMIZERS: dict[str, type[Adam | Adagrad | RowwiseAdagrad | SGD]] = {
     "adam": Adam,
@@ -28,6 +28,38 @@ _STEP_PAIRS, _STEP_PAIRS_OF_BLOCKS = 4096, 2048
 _ORDER = re.compile(r"auto|uniform|blocks(?::([1-9][0-9]*)(?:x([1-9][0-9]*))?)?")
 _DEVICE = re.compile(r"[a-z]+(?::[0-9]+)?")
 _METRIC = re.compile(r"(?:hr|ndcg|recall)@[1-9][0-9]*|mrr")
+_BY_TIME = "time:"
+
+
+def first_share(name: str, value: str) -> float | None:
+    """Return the share of an option such as ``"time:0.9"``, or None if it is another word.
+
+    Raises:
+        ValueError: the share is not between 0 and 1.
+
+    >>> first_share("split", "time:0.9"), first_share("split", "last")
+    (0.9, None)
+    """
+    if not isinstance(value, str) or not value.startswith(_BY_TIME):
+        return None
+    try:
+        share = float(value.removeprefix(_BY_TIME))
+    except ValueError:
+        share = math.nan
+    if not 0 < share < 1:
+        raise ValueError(f"option {name} must have a share between 0 and 1 after {_BY_TIME} such as 0.9, got {value!r}")
+    return share
+
+
+def num_first(count: int, share: float) -> int:
+    """Return the nearest number of pairs to a share of `count`, but at least 1."""
+    return max(1, round(count * share))
+
+
+def check_split(split: str) -> None:
+    """Raise `ValueError` for another value of the option than last, random and a share of the time."""
+    if split not in ("last", "random") and first_share("split", split) is None:
+        raise ValueError(f"option split must be last, random or a share of the time such as time:0.9, got {split!r}")
 
 
 def _whole_numbers(name: str, text: str, *, such_as: str) -> tuple[int, ...]:
@@ -95,9 +127,14 @@ class TrainConfig:
         margin: cosine above which a negative counts, at least -1 and below 1; None: 0.6. For ``loss="ccl"``.
         negative_weight: weight of the negatives' mean; None: 100. For ``loss="ccl"``.
         reject_seen: never sample an item that the user has in training (unless the user has every item).
-        valid: ``"random"`` or ``"last"`` (in file order): hold out one pair of every user who has two or
-            more; a fraction such as ``"0.1"`` of every user's pairs; ``"none"``: train on everything,
-            evaluate nothing.
+        split: which pairs of the file are the test, as the data were read
+            (`bunkbed.train.data.interactions.read_dataset`): ``"last"``: of each user the last one; ``"time:0.9"``: all
+            after the first 90 %; ``"random"``: none, the figures are those of `valid`.
+        valid: held out of the pairs for training. ``"random"`` or ``"last"``: one pair of every user who has two or
+            more; a fraction such as ``"0.1"`` of every user's pairs; ``"time:0.9"``: all after the first 90 %;
+            ``"none"``: train on everything, evaluate nothing. Last and first in the order of the pairs: by time if they
+            were read with times, otherwise by file. Empty: as `split`. With another split than ``"random"``, a random
+            pair or a fraction is an error: training would see what comes after the held-out pairs.
         patience: stop after this many evaluations without a better `metric`; 0 never stops early.
         metric: selects the best epoch: ``"hr@k"``, ``"ndcg@k"``, ``"recall@k"``, ``"mrr"``.
         ks: cut-offs of the reported metrics, such as ``"10,20"``.
@@ -186,10 +223,18 @@ class TrainConfig:
     margin: float | None = option(None, LEARNING, "ccl: count negatives whose cosine is above this; default: 0.6.")
     negative_weight: float | None = option(None, LEARNING, "ccl: weight of the mean over negatives; default: 100.")
     reject_seen: bool = option(True, LEARNING, "Never sample items of the user as negatives.")
-    valid: str = option(
+    split: str = option(
         "random",
         EVALUATION,
-        "Hold out for validation: a 'random' or the 'last' pair of each user, a share, or 'none'.",
+        "Test on the 'last' pair of each user, or on those after the first share of the time (time:0.9); 'random': no "
+        "test, only validation. Default with --time-col: last.",
+        metavar="last|time:SHARE|random",
+    )
+    valid: str = option(
+        "",
+        EVALUATION,
+        "Hold out for validation: a 'random' or the 'last' pair of each user, a share, those after the first share of "
+        "the time (time:0.9), or 'none'; default: as --split.",
     )
     patience: int = option(0, EVALUATION, "Stop after this many evaluations without improvement; 0: never.", least=0)
     metric: str = option("ndcg@10", EVALUATION, "Choose the best epoch by hr@k, ndcg@k, recall@k or mrr.")
@@ -244,6 +289,14 @@ class TrainConfig:
                 f"option device must be a device of torch such as cpu, cuda or cuda:1, got {self.device!r}"
             )
         _ = self.blocks
+        check_split(self.split)
+        if self.valid == "":
+            object.__setattr__(self, "valid", self.split)  # a frozen dataclass allows no other way to set fields
+        if self.split != "random" and (self.valid == "random" or self.valid_fraction is not None):
+            raise ValueError(
+                f"option valid={self.valid!r} would train on what comes after the held-out pairs; with "
+                f"split={self.split!r} it is last, none or a share of the time such as time:0.9"
+            )
         _ = self.valid_fraction
         if not isinstance(self.metric, str) or not _METRIC.fullmatch(self.metric):
             raise ValueError(f"option metric must be hr@k, ndcg@k, recall@k or mrr, got {self.metric!r}")
@@ -320,7 +373,7 @@ class TrainConfig:
     @property
     def valid_fraction(self) -> float | None:
         """The fraction of pairs that is held out, or None when `valid` is a word."""
-        if self.valid in ("random", "last", "none"):
+        if self.valid in ("random", "last", "none") or self.valid_first is not None:
             return None
         try:
             fraction = float(self.valid)
@@ -328,9 +381,15 @@ class TrainConfig:
             fraction = math.nan
         if not 0 < fraction < 1:
             raise ValueError(
-                f"option valid must be random, last, none or a fraction between 0 and 1 such as 0.1, got {self.valid!r}"
+                f"option valid must be random, last, none, a share of the time such as time:0.9, or a fraction between "
+                f"0 and 1 such as 0.1, got {self.valid!r}"
             )
         return fraction
+
+    @property
+    def valid_first(self) -> float | None:
+        """The first share of the pairs, after which `valid` holds out the rest; None if it holds out others."""
+        return first_share("valid", self.valid)
 
     @property
     def blocks(self) -> tuple[int, int] | None:
