@@ -1,4 +1,5 @@
 // Mirrors losses.h.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 
 #include "base/error.h"
@@ -11,20 +12,26 @@ using namespace nb::literals;
 namespace bunkbed {
 
 void bind_losses(nb::module_& m) {
+  using Weights = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
   m.def(
       "bpr_slopes",
       [](const nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>& positive, const FloatsOut& negative,
-         float hardness) {
+         float hardness, const std::optional<Weights>& weights) {
         if (positive.shape(0) != negative.shape(0)) {
           throw Error(ErrorKind::kInvalid, "positive has " + std::to_string(positive.shape(0)) +
                                                " scores and negative " + std::to_string(negative.shape(0)) + " rows");
         }
+        if (weights && weights->shape(0) != negative.shape(0)) {
+          throw Error(ErrorKind::kInvalid, std::to_string(weights->shape(0)) + " weights, but negative has " +
+                                               std::to_string(negative.shape(0)) + " rows");
+        }
         const WithoutGil without_gil;
-        return bpr_slopes(negative.shape(0), negative.shape(1), hardness, positive.data(), negative.data());
+        return bpr_slopes(negative.shape(0), negative.shape(1), hardness, weights ? weights->data() : nullptr,
+                          positive.data(), negative.data());
       },
-      "positive"_a, "negative"_a, "hardness"_a,
-      "Return the sum of w softplus(negative - positive) of scores float32[B] and float32[B, K]. Replace them by its "
-      "derivatives.");
+      "positive"_a, "negative"_a, "hardness"_a, "weights"_a = nb::none(),
+      "Return the sum of w softplus(negative - positive) of scores float32[B] and float32[B, K], with each row "
+      "multiplied by its weight (float32[B], default ones). Replace them by its derivatives.");
   m.def(
       "logistic_slopes",
       [](const nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>& x) {

@@ -25,7 +25,8 @@ double sum_in_order(const std::vector<float>& parts) {
 
 }  // namespace
 
-double bpr_slopes(size_t rows, size_t columns, float hardness, float* positive, float* negative) {
+double bpr_slopes(size_t rows, size_t columns, float hardness, const float* weights, float* positive,
+                  float* negative) {
   std::vector<float> losses(rows);
   parallel_for(rows, std::max<size_t>(1, kGrainScores / std::max<size_t>(1, columns)), [&](size_t begin, size_t end) {
     const DefaultFloatMode mode;
@@ -34,6 +35,10 @@ double bpr_slopes(size_t rows, size_t columns, float hardness, float* positive, 
           kernels().bpr_row(static_cast<int64_t>(columns), hardness, positive[row], negative + row * columns);
       losses[row] = sums.loss;
       positive[row] = -sums.slope;
+      if (weights == nullptr) continue;
+      losses[row] *= weights[row];
+      positive[row] *= weights[row];
+      for (size_t k = row * columns; k < (row + 1) * columns; ++k) negative[k] *= weights[row];
     }
   });
   return sum_in_order(losses);

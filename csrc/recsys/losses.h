@@ -8,12 +8,13 @@
 
 namespace bunkbed {
 
-// BPR: returns the sum over rows of sum_k w_k softplus(negative_k - positive), where w is 1 or, for hardness > 0,
-// softmax(hardness * negative) of the row. A score of -inf contributes nothing. The derivatives replace the scores (w
-// taken as constant).
+// BPR: returns the sum over rows of weight * sum_k w_k softplus(negative_k - positive), where w is 1 or, for
+// hardness > 0, softmax(hardness * negative) of the row. A score of -inf contributes nothing. The derivatives replace
+// the scores (w taken as constant).
 double bpr_slopes(size_t rows, size_t columns, float hardness,
-                  float* positive,   // (rows)
-                  float* negative);  // (rows, columns)
+                  const float* weights,  // (rows), or null for ones
+                  float* positive,       // (rows)
+                  float* negative);      // (rows, columns)
 
 // Returns the sum of softplus(x) and replaces x by sigmoid(x).
 double logistic_slopes(size_t n, float* x);  // (n)

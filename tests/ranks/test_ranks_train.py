@@ -52,18 +52,20 @@ CONFIGS = {
     ),
     "two-tower": replace(MF, model="two-tower", layers="8", loss="softmax", negatives=20, share_negatives=True),
     "blocks": replace(MF, order="blocks:3x2", optimizer="adagrad"),
+    "weights": replace(MF, valid="time:0.9"),
 }
 
 
-def _data() -> Dataset:
-    """Users take items of their kind. The last step of an epoch of 512 pairs has one pair."""
+def _data(config: TrainConfig = MF) -> Dataset:
+    """Users take items of their kind. The last step of an epoch of 512 pairs has one pair. By time: with weights."""
     rng = np.random.default_rng(0)
     users = np.repeat(np.arange(USERS), 9)
     items = np.concatenate([rng.choice(ITEMS // 2, 9, replace=False) * 2 + user % 2 for user in range(USERS)])
     keep = np.ones(len(users), bool)
     keep[rng.choice(len(users), (len(users) - USERS - 1) % 512, replace=False)] = False
     vocabs = Vocab.of(range(USERS)), Vocab.of(range(ITEMS))
-    return Dataset(Interactions(users[keep], items[keep], *vocabs))
+    weights = rng.uniform(0, 2, int(keep.sum())).astype(np.float32) if config.valid_first else None
+    return Dataset(Interactions(users[keep], items[keep], *vocabs, weights=weights))
 
 
 def _rows(run: Run) -> dict[str, np.ndarray]:
@@ -100,7 +102,7 @@ def _part(rank: int, world: int) -> Team:
 def _one_process(place: Path, config: TrainConfig, world: int) -> tuple[dict[str, np.ndarray], list[float]]:
     """Train in one process, with the ranks' parts of each batch one after another; return rows and losses."""
     with Run(place, ram=config.ram) as run:
-        trainer = Trainer(config, _data(), run)
+        trainer = Trainer(config, _data(config), run)
         losses = []
         torch.set_num_threads(1)
         for epoch in range(1, config.epochs + 1):
@@ -110,7 +112,7 @@ def _one_process(place: Path, config: TrainConfig, world: int) -> tuple[dict[str
                 for rank in range(world):
                     trainer._source._team = _part(rank, world)
                     batch = trainer._source.batch(epoch, step)
-                    parts = batch.users, batch.items, batch.seen, batch.log_q
+                    parts = batch.users, batch.items, batch.seen, batch.log_q, batch.pair_weights
                     one = trainer.model(*(None if part is None else torch.from_numpy(part) for part in parts))
                     (one * (batch.weight / world)).backward()
                     loss += one.item() * batch.weight
@@ -125,7 +127,7 @@ def _one_process(place: Path, config: TrainConfig, world: int) -> tuple[dict[str
 def _trains(
     rank: int, place: str, config: TrainConfig, stop_at: int = 0, stopper: int = 1, *, in_evaluation: bool = False
 ) -> dict[str, Any]:
-    data = open_dataset(Path(place).with_name("data")) if config.stream else _data()
+    data = open_dataset(Path(place).with_name("data")) if config.stream else _data(config)
     events: list[Event] = []
     with bt.open_run(place, ram=config.table_ram_bytes) as run:
         trainer = Trainer(config, data, run)
@@ -173,7 +175,7 @@ def test_ranks_train_the_rows_of_one_process(name: str, world: int, tmp_path: Pa
     assert [report.epoch for report in reports] == [1, 2]
     with Run(tmp_path / "run", ram="256MiB", mode="r") as run:
         # An evaluation of all ranks has the figures of one process.
-        of_all = evaluate_run(run, _data(), config)
+        of_all = evaluate_run(run, _data(config), config)
     if not config.eval_users:
         assert reports[-1].metrics == of_all.metrics
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -6,6 +6,7 @@ torch = pytest.importorskip("torch")
 
 from torch.nn import functional  # noqa: E402
 
+from bunkbed.train.models import losses, plain_losses  # noqa: E402
 from bunkbed.train.models.losses import pair_loss, shared_loss  # noqa: E402
 
 
@@ -129,3 +130,37 @@ def test_a_user_who_has_every_negative_adds_nothing(hardness):
     torch.testing.assert_close(2 * both, alone)  # a mean over two users
     user_grads, item_grads = torch.autograd.grad(both, (users, items))
     assert (user_grads[1] == 0).all() and (item_grads[1] == 0).all() and (user_grads[0] != 0).any()
+
+
+@pytest.mark.parametrize(("kind", "hardness"), [("bpr", 0.0), ("bpr", 0.7), ("bce", 0.0), ("softmax", 0.0)])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("module", [losses, plain_losses])
+def test_a_weight_multiplies_the_loss_of_its_pair(kind, hardness, shared, module):
+    pair_weights = torch.tensor([1.0, 0.0, 2.5, 0.5, 1.0, 3.0])
+    users, items = leaves_of((6, 8), (6 + 5, 8) if shared else (6, 5, 8))
+    bias = torch.randn(items.shape[:-1], generator=torch.Generator().manual_seed(4))
+    options = {"kind": kind, "hardness": hardness, "weight": None}
+
+    def loss(at, l2=0.0, **more):
+        if not shared:
+            return module.pair_loss(users[at], items[at], bias=bias[at], l2=l2, **options, **more)
+        of = torch.cat([torch.arange(6)[at], torch.arange(6, 11)])
+        seen = torch.tensor([4, 12, 13]) if at == slice(None) else None
+        return module.shared_loss(users[at], items[of], bias=bias[of], seen=seen, l2=l2, **options, **more)
+
+    def alone(at):
+        if not shared:
+            return loss(slice(at, at + 1))
+        seen = {0: torch.tensor([4]), 2: torch.tensor([2, 3])}.get(at)
+        of = torch.tensor([at, *range(6, 11)])
+        return module.shared_loss(users[at : at + 1], items[of], bias=bias[of], seen=seen, l2=0.0, **options)
+
+    expected = sum(pair_weights[at] * alone(at) for at in range(6)) / 6
+    assert_same_gradients(loss(slice(None), pair_weights=pair_weights), expected, (users, items))
+    # The penalty has no weights.
+    penalty = [
+        loss(slice(None), 0.3, **more) - loss(slice(None), **more) for more in ({}, {"pair_weights": pair_weights})
+    ]
+    assert_same_gradients(penalty[1], penalty[0], (users, items))
+    # Ones are no weights.
+    torch.testing.assert_close(loss(slice(None), pair_weights=torch.ones(6)), loss(slice(None)))

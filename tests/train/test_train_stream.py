@@ -279,7 +279,7 @@ def test_a_damaged_order_of_an_epoch_is_made_again(tmp_path, source):
 
     def order():
         stored = open_split(data, config, tmp_path / "stream")
-        return np.stack(stored.order(config).pairs(0, 0, len(stored.train)))
+        return np.stack(stored.order(config).pairs(0, 0, len(stored.train))[:2])
 
     expected = order()
     content = path.read_bytes()

@@ -100,7 +100,7 @@ TEST(losses_of_a_batch_have_the_same_bits_for_every_number_of_threads) {
     set_num_threads(threads);
     std::vector<float> x = scores;
     std::vector<float> p = positives;
-    losses.push_back(bpr_slopes(rows, columns, 0.5f, p.data(), x.data()));
+    losses.push_back(bpr_slopes(rows, columns, 0.5f, nullptr, p.data(), x.data()));
     x.insert(x.end(), p.begin(), p.end());
     std::vector<float> y = scores;
     losses.push_back(logistic_slopes(y.size(), y.data()));
@@ -116,6 +116,35 @@ TEST(losses_of_a_batch_have_the_same_bits_for_every_number_of_threads) {
   double expected = 0.0;
   for (float score : scores) expected += softplus(score);
   CHECK(is_near(losses[1], expected));
+}
+
+TEST(losses_of_rows_with_weights_are_those_without_times_the_weight) {
+  Sampler sampler(4);
+  const size_t rows = 30;
+  const size_t columns = 21;
+  for (float hardness : {0.0f, 0.7f}) {
+    std::vector<float> scores;
+    for (size_t i = 0; i < rows * columns; ++i) scores.push_back(sampler.uniform(-5.0f, 5.0f));
+    std::vector<float> positives;
+    std::vector<float> weights;
+    double expected = 0.0;
+    std::vector<float> plain = scores;
+    for (size_t row = 0; row < rows; ++row) {
+      positives.push_back(sampler.uniform(-5.0f, 5.0f));
+      weights.push_back(row == 3 ? 0.0f : sampler.uniform(0.0f, 4.0f));
+      const std::vector<float> own(scores.begin() + row * columns, scores.begin() + (row + 1) * columns);
+      expected += weights[row] * by_formula(hardness, positives[row], own).loss;
+    }
+    std::vector<float> p = positives;
+    bpr_slopes(rows, columns, hardness, nullptr, p.data(), plain.data());
+    std::vector<float> weighted = scores;
+    const double loss = bpr_slopes(rows, columns, hardness, weights.data(), positives.data(), weighted.data());
+    CHECK(is_near(loss, expected));
+    for (size_t row = 0; row < rows; ++row) {
+      CHECK_EQ(positives[row], p[row] * weights[row]);
+      for (size_t k = row * columns; k < (row + 1) * columns; ++k) CHECK_EQ(weighted[k], plain[k] * weights[row]);
+    }
+  }
 }
 
 TEST(losses_of_pairs_pass_over_their_items_with_the_same_bits_at_every_level_and_number_of_threads) {

@@ -73,12 +73,12 @@ class Trainer:
     """Trainer of a recommender in a run; continues from the run's last commit if there is one.
 
     In a run of several processes each has a trainer, with equal arguments; making it and `fit` are collective.
-    Owns the model, its optimizer, the batches (about 26 bytes a training pair, 30 with shared negatives; with `stream`
-    files in the run's folder instead) and 16 bytes for each pair of the users that evaluations use. The caller owns and
-    closes the run and its tables. Commits every `commit_every` epochs, after each best epoch (kept as snapshot
-    ``"best"``), at the end, and when interrupted. A commit becomes durable during the next steps; all commits are
-    durable when `fit` returns. One thread calls the trainer, but `request_stop` may be called anywhere, also in signal
-    handlers.
+    Owns the model, its optimizer, the batches (about 26 bytes a training pair, 30 with shared negatives, 4 more with
+    weights; with `stream` files in the run's folder instead) and 16 bytes for each pair of the users that evaluations
+    use. The caller owns and closes the run and its tables. Commits every `commit_every` epochs, after each best epoch
+    (kept as snapshot ``"best"``), at the end, and when interrupted. A commit becomes durable during the next steps; all
+    commits are durable when `fit` returns. One thread calls the trainer, but `request_stop` may be called anywhere,
+    also in signal handlers.
 
     Args:
         config: the options; on resuming, the options of the first start (see `progress.FREE_TO_CHANGE`).
@@ -408,7 +408,7 @@ class _Session:
 
         def pairs() -> Iterator[tuple[Batch, tuple[torch.Tensor | None, ...]]]:
             for batch in self._source.batches(epoch, first):
-                parts = batch.users, batch.items, batch.seen, batch.log_q
+                parts = batch.users, batch.items, batch.seen, batch.log_q, batch.pair_weights
                 yield batch, tuple(None if part is None else torch.from_numpy(part) for part in parts)
 
         def ids(batch: tuple[Batch, tuple[Any, ...]]) -> dict[Any, torch.Tensor]:

@@ -51,7 +51,10 @@ if TYPE_CHECKING:
     from bunkbed.train.loop import Trainer
     from bunkbed.train.output.display import Display
 
-_READING = ("user_col", "item_col", "time_col", "header", "layout", "strict", "test", "test_negatives")
+_READING = (
+    "user_col", "item_col", "time_col", "rating_col", "min_rating", "header", "layout", "strict", "test",
+    "test_negatives",
+)  # fmt: skip
 
 
 def train(
@@ -72,6 +75,13 @@ def train(
         option(
             DATA, "Order the pairs by the times in this column, numbers or ISO dates: a name, or a position from 0."
         ),
+    ] = None,
+    rating_col: Annotated[
+        str | None,
+        option(DATA, "Multiply each pair's loss by the rating in this column, or select rows by it with --min-rating."),
+    ] = None,
+    min_rating: Annotated[
+        float | None, option(DATA, "Read only the rows with a rating of at least this.", metavar="NUMBER")
     ] = None,
     header: Annotated[
         bool | None, option(DATA, "Whether line 1 names the columns; default: detected.", "--header/--no-header")
@@ -128,6 +138,8 @@ def train(
         "user_col": user_col,
         "item_col": item_col,
         "time_col": time_col,
+        "rating_col": rating_col,
+        "min_rating": min_rating,
         "header": "auto" if header is None else header,
         "layout": layout.value,
         "strict": strict,
@@ -467,6 +479,10 @@ def _say_data(console: Console, data: Dataset) -> None:
             lines.append(
                 f"[yellow]{pairs.malformed:,} malformed rows of {escape(Path(pairs.source).name)} left out[/], "
                 f"the first: {escape(pairs.first_malformed)}; --strict stops there"
+            )
+        if pairs is not None and pairs.low_ratings:
+            lines.append(
+                f"{pairs.low_ratings:,} rows of {escape(Path(pairs.source).name)} left out for their low ratings"
             )
         if pairs is not None and pairs.empty_users:
             lines.append(

@@ -10,6 +10,7 @@ the pairs are a set, and a repeated pair would be a hidden weight.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from bunkbed.train.data.columns import HeaderChoice, LayoutChoice
 from bunkbed.train.data.formats import Pairs, open_pairs, read_candidate_lines
 from bunkbed.train.data.reading import Reading
 from bunkbed.train.data.sort import Sorter
-from bunkbed.train.data.vocab import DataError, Int64Array, Vocab
+from bunkbed.train.data.vocab import DataError, Float32Array, Int64Array, Vocab
 from bunkbed.train.settings.config import check_split, first_share
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ Column = int | str | None
 
 _BATCH_PAIRS = 1 << 20
 #: Fields of `Interactions` that say how a file was read; a saved dataset keeps them.
-ABOUT = ("source", "duplicates", "form", "malformed", "first_malformed", "empty_users")
+ABOUT = ("source", "duplicates", "form", "malformed", "first_malformed", "empty_users", "low_ratings")
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +62,8 @@ class Interactions:
         malformed: number of malformed rows that were left out.
         first_malformed: the problem of the first malformed row.
         empty_users: number of adjacency lines of a user without items, which contain no pair.
+        low_ratings: number of rows that were left out because their rating is below the threshold.
+        weights: factor of each pair's loss, ``float32[N]``; None: ones.
     """
 
     users: Int64Array
@@ -73,6 +76,8 @@ class Interactions:
     malformed: int = 0
     first_malformed: str = ""
     empty_users: int = 0
+    low_ratings: int = 0
+    weights: Float32Array | None = None
 
     @property
     def num_users(self) -> int:
@@ -92,9 +97,19 @@ class Interactions:
         for first in range(0, len(self), _BATCH_PAIRS):
             yield self.users[first : first + _BATCH_PAIRS], self.items[first : first + _BATCH_PAIRS]
 
-    def replace(self, users: Int64Array, items: Int64Array) -> Interactions:
+    @property
+    def is_weighted(self) -> bool:
+        """Whether there are weights."""
+        return self.weights is not None
+
+    def weight_batches(self) -> Iterator[Float32Array | None]:
+        """Yield the weights of the pairs of `batches`, batch by batch; None for ones."""
+        for first in range(0, len(self), _BATCH_PAIRS):
+            yield None if self.weights is None else self.weights[first : first + _BATCH_PAIRS]
+
+    def replace(self, users: Int64Array, items: Int64Array, weights: Float32Array | None = None) -> Interactions:
         """Return the same users and items with other pairs, such as one side of a split."""
-        return replace(self, users=users, items=items)
+        return replace(self, users=users, items=items, weights=weights)
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,22 +165,36 @@ class Dataset:
 
 
 def open_sources(
-    path: PathLike, test: PathLike | None, *, split: str, time_col: Column, **options: Any
+    path: PathLike,
+    test: PathLike | None,
+    *,
+    split: str,
+    time_col: Column,
+    rating_col: Column,
+    min_rating: float | None,
+    **options: Any,
 ) -> dict[str, Pairs]:
     """Return the readers of the training file and of the test file, if there is one.
 
     Raises:
-        ValueError: a split that needs something else. As `open_pairs`.
+        ValueError: an option that needs another, or that is out of range. As `open_pairs`.
     """
     check_split(split)
     if split != "random" and test is not None:
         raise DataError(f"option split={split!r} takes the test out of {path}; leave it out, or the test file {test}")
     if first_share("split", split) is not None and time_col is None:
         raise DataError(f"option split={split!r} needs times: give the column that holds them with --time-col")
-    others = {} if time_col is None else {"time": time_col}
-    sources = {"train": open_pairs(path, others=others, **options)}
-    if test is not None:
-        sources["test"] = open_pairs(test, **options)
+    if min_rating is not None and rating_col is None:
+        raise DataError(
+            f"option min_rating={min_rating:g} needs ratings: give the column that holds them, --rating-col"
+        )
+    if min_rating is not None and not math.isfinite(min_rating):
+        raise DataError(f"option min_rating must be a finite number, got {min_rating}")
+    ratings = {} if rating_col is None else {"rating": rating_col}
+    times = {} if time_col is None else {"time": time_col}
+    sources = {"train": open_pairs(path, others=ratings | times, **options)}
+    if test is not None:  # a threshold is for all pairs, weights are for those that are trained on
+        sources["test"] = open_pairs(test, others=ratings if min_rating is not None else {}, **options)
     return sources
 
 
@@ -177,6 +206,9 @@ def dataset_of(about: dict[str, Any], table: Callable[[str], pa.Table]) -> Datas
         if name in about:
             columns = table(name)
             pairs[name] = Interactions(_array(columns["user"]), _array(columns["item"]), users, items, **about[name])
+            if "weight" in columns.column_names:
+                weights = np.array(columns["weight"], dtype=np.float32)
+                pairs[name] = replace(pairs[name], weights=weights)
     candidates = None
     if "candidates" in about:
         columns = table("candidates")
@@ -223,6 +255,8 @@ def read_dataset(
     layout: LayoutChoice = "auto",
     strict: bool = True,
     time_col: Column = None,
+    rating_col: Column = None,
+    min_rating: float | None = None,
     split: str = "random",
 ) -> Dataset:
     """Read a training file and, if given, test files, with one numbering.
@@ -240,6 +274,10 @@ def read_dataset(
         time_col: name or position of a column of times: numbers (nine decimals), or dates and times in ISO form
             (microseconds, UTC where no offset is given). The training pairs are then in the order of their times, and
             of equal times in that of the file; a repeated pair has its first time. None: the order of the file.
+        rating_col: name or position of a column of ratings, numbers (nine decimals) of at least 0. A pair's rating,
+            divided by the mean of the training pairs, is its weight in the loss; a repeated pair has its first one.
+        min_rating: instead, read only rows whose rating in `rating_col` is at least this, also of the test file, and
+            without weights; ratings may then be below 0.
         split: takes the test out of the training file. ``"last"``: the last pair of every user who has two or more;
             ``"time:0.9"``: all pairs after the first 90 %, rounded to a pair, which needs `time_col`; ``"random"``: no
             test.
@@ -248,7 +286,7 @@ def read_dataset(
         DataError: a file is empty, not text, has no such column or several of that name, a ragged line, a missing
             value, or an unclosed quote; or, if not strict, more than half of its rows are malformed. The message
             names the file, the line and its content. Or the held-out pairs of the candidates differ from `test`; or a
-            time cannot be read; or the split leaves no test, or there is a test file too.
+            time or a rating cannot be read; or the threshold or the split leave nothing, or there is a test file too.
         FileNotFoundError, IsADirectoryError, PermissionError: the system's error.
     """
     if split != "random" and test_negatives is not None:
@@ -258,6 +296,8 @@ def read_dataset(
         test,
         split=split,
         time_col=time_col,
+        rating_col=rating_col,
+        min_rating=min_rating,
         user_col=user_col,
         item_col=item_col,
         header=header,
@@ -272,7 +312,7 @@ def read_dataset(
         tables[name] = pa.Table.from_batches(batches, schema)
 
     with Sorter(None) as sorter:
-        about = Reading(sorter, sources, keep, lambda text, rows: None, split=split).run()
+        about = Reading(sorter, sources, keep, lambda text, rows: None, split=split, min_rating=min_rating).run()
     data = dataset_of(about, tables.pop)
     if test_negatives is None:
         return data

@@ -39,6 +39,8 @@ def prepare_dataset(
     layout: LayoutChoice = "auto",
     strict: bool = True,
     time_col: Column = None,
+    rating_col: Column = None,
+    min_rating: float | None = None,
     split: str = "random",
     on_progress: OnProgress | None = None,
 ) -> Dataset:
@@ -64,6 +66,8 @@ def prepare_dataset(
         test,
         split=split,
         time_col=time_col,
+        rating_col=rating_col,
+        min_rating=min_rating,
         user_col=user_col,
         item_col=item_col,
         header=header,
@@ -75,6 +79,8 @@ def prepare_dataset(
         write_rows(root / f"{name}.parquet", schema, batches, row_group=_ROW_GROUP)
 
     with Sorter(root / "preparing", ram_bytes, is_stored=True) as sorter:
-        about = Reading(sorter, sources, keep, on_progress or (lambda text, rows: None), split=split).run()
+        about = Reading(
+            sorter, sources, keep, on_progress or (lambda text, rows: None), split=split, min_rating=min_rating
+        ).run()
     write_description(root, about)
     return open_dataset(root)

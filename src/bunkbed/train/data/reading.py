@@ -53,16 +53,27 @@ class Reading:
         sources: readers by the name of their table of pairs, "train" first.
         keep: stores the rows of one table.
         split: takes the test out of the pairs of the first file, as `TrainConfig.split` says.
+        min_rating: keep only rows with this rating or more; None: ratings are weights, where there are any.
     """
 
     def __init__(
-        self, sorter: Sorter, sources: Mapping[str, Pairs], keep: Keep, tell: OnProgress, *, split: str = "random"
+        self,
+        sorter: Sorter,
+        sources: Mapping[str, Pairs],
+        keep: Keep,
+        tell: OnProgress,
+        *,
+        split: str,
+        min_rating: float | None,
     ) -> None:
         self._sorter = sorter
         self._sources = sources
         self._keep = keep
         self._tell = tell
         self._split = split
+        self._min_rating = min_rating
+        self._is_weighted = min_rating is None and "rating" in sources["train"].others
+        self._low_ratings: list[int] = []
         self._rows: list[int] = []
         self._end_of_train = 0  # all rows of the first file are before this one
 
@@ -80,16 +91,16 @@ class Reading:
         self._take_test()
         for what in ("user", "item"):
             about[f"cold_{what}s"] = self._count_cold(what)
-        is_in_time = "time" in self._sources["train"].others
         for at, (name, source) in enumerate(self._sources.items()):
             kept = self._keep_pairs(at, name)
             about[name] = {
                 "source": source.path,
                 "duplicates": self._rows[at] - kept,
-                "form": source.form + ("" if is_in_time or self._split == "random" else ", in the order of the file"),
+                "form": source.form + self._say_options(source),
                 "malformed": source.malformed,
                 "first_malformed": source.first_malformed,
                 "empty_users": source.empty_users,
+                "low_ratings": self._low_ratings[at],
             }
         if self._split != "random":
             train = about["train"]
@@ -97,24 +108,35 @@ class Reading:
             about["test"] = {"source": train["source"], "form": train["form"]}
         return about
 
+    def _say_options(self, source: Pairs) -> str:
+        """Return how the ratings of a file count, and the order of its pairs if a split goes by it."""
+        said = ""
+        if "rating" in source.others:
+            said = ", as weights" if self._is_weighted else f", of at least {self._min_rating:g}"
+        if self._split != "random" and "time" not in source.others:
+            said += ", in the order of the file"
+        return said
+
     def _read(self) -> None:
         """Make one table of the rows of all files, in order."""
         # Labels of two files are compared as text if one file has text.
         kinds = [set(kinds) for kinds in zip(*(source.types for source in self._sources.values()), strict=True)]
         user, item = ("BIGINT" if kind == {"BIGINT"} else "VARCHAR" for kind in kinds)
-        self._sorter.run(f'CREATE TABLE raw ("user" {user}, "item" {item})')
+        columns = f'"user" {user}, "item" {item}'
+        self._sorter.run(f"CREATE TABLE raw ({columns}{f', weight {_NUMBER}' if self._is_weighted else ''})")
         for source in self._sources.values():
             self._tell(f"reading {source.path}", None)
-            self._insert(source, f'"user" {user}, "item" {item}')
+            self._insert(source, columns)
             total, end = self._sorter.row("SELECT count(*), coalesce(max(rowid), -1) + 1 FROM raw")
             self._end_of_train = self._end_of_train if self._rows else end
             self._rows.append(total - sum(self._rows))
             source.check_read(self._rows[-1])
 
     def _insert(self, source: Pairs, columns: str) -> None:
-        """Append the rows of a file to the table of all, in the order of their times if there are any."""
+        """Append the rows of a file with enough rating to the table of all, in the order of their times if given."""
+        self._low_ratings.append(0)
         if not source.others:
-            source.insert(self._sorter, "raw")
+            source.insert(self._sorter, 'raw ("user", "item")')
             return
         sorter = self._sorter
         more = ", ".join(f'"{what}" VARCHAR' for what in source.others)
@@ -122,9 +144,24 @@ class Reading:
         source.insert(sorter, "texts")
         (count,) = sorter.row("SELECT count(*) FROM texts")
         source.check_read(count)
-        self._tell("sorting by time", None)
-        time = self._checked_time(source)
-        sorter.insert(f'INSERT INTO raw SELECT "user", "item" FROM texts ORDER BY {time}, rowid')
+        wanted, enough, order = '"user", "item"', "true", "rowid"
+        if "time" in source.others:
+            self._tell("sorting by time", None)
+            order = f"{self._checked_time(source)}, rowid"
+        if "rating" in source.others:
+            rating = self._checked_rating(source)
+            if self._is_weighted:
+                wanted += f", {rating}"
+            else:
+                enough = f"{rating} >= {self._min_rating!r}"
+        kept = sorter.insert(f"INSERT INTO raw SELECT {wanted} FROM texts WHERE {enough} ORDER BY {order}")
+        if not kept:
+            (highest,) = sorter.row(f"SELECT max({rating}) FROM texts")
+            raise DataError(
+                f"{source.path}: no rating is {self._min_rating:g} or more, the highest is {float(highest):g}; "
+                "give a lower --min-rating"
+            )
+        self._low_ratings[-1] = count - kept
         sorter.run("DROP TABLE texts")
 
     def _checked_time(self, source: Pairs) -> str:
@@ -138,18 +175,33 @@ class Reading:
         if not is_number:
             sorter.run("SET TimeZone = 'UTC'")  # of dates without an offset
         value = f'TRY_CAST("time" AS {_NUMBER if is_number else _DATE})'
-        (row,) = sorter.row(f"SELECT min(rowid) FROM texts WHERE isfinite({value}) IS NOT TRUE")
-        if row is not None:
-            (text,) = sorter.row(f'SELECT "time" FROM texts WHERE rowid = {row}')
-            kind = "number" if is_number else "date"
-            source.raise_value(
-                "time",
-                {text},
-                f"is not a {kind}, as those above are"
-                if row
-                else "is neither a number nor a date such as 2024-05-31 or 2024-05-31T12:00:00+02:00",
-            )
+        is_bad = f"isfinite({value}) IS NOT TRUE"
+        (row,) = sorter.row(f"SELECT min(rowid) FROM texts WHERE {is_bad}")
+        problem = f"is not a {'number' if is_number else 'date'}, as those above are"
+        if row == 0:
+            problem = "is neither a number nor a date such as 2024-05-31 or 2024-05-31T12:00:00+02:00"
+        self._refuse(source, "time", is_bad, problem)
         return value
+
+    def _checked_rating(self, source: Pairs) -> str:
+        """Return SQL for the rating of a row of the table of texts.
+
+        Raises:
+            DataError: a rating is not a number; or is a weight and below 0.
+        """
+        value = f"TRY_CAST(rating AS {_NUMBER})"
+        self._refuse(source, "rating", f"{value} IS NULL", "is not a number")
+        if self._is_weighted:
+            problem = "is below 0, which no weight is; --min-rating X selects rows instead"
+            self._refuse(source, "rating", f"{value} < 0", problem)
+        return value
+
+    def _refuse(self, source: Pairs, what: str, condition: str, problem: str) -> None:
+        """Raise the first row of the table of texts for which the condition is true, if there is one."""
+        (row,) = self._sorter.row(f"SELECT min(rowid) FROM texts WHERE {condition}")
+        if row is not None:
+            (text,) = self._sorter.row(f'SELECT "{what}" FROM texts WHERE rowid = {row}')
+            source.raise_value(what, {text}, problem)
 
     def _number(self, what: str) -> None:
         """Store the labels of one side in the order of their numbers."""
@@ -192,9 +244,10 @@ class Reading:
             count, end = self._sorter.row(f"SELECT count(*), max(rowid) + 1 FROM {what}s")
             assert count == end, "rowid is not the place of the row"
             numbers.append(f"CAST({what}s.rowid AS {'INTEGER' if count <= 2**31 else 'BIGINT'})")
+        first = ", arg_min(weight, raw.rowid) AS weight" if self._is_weighted else ""
         self._sorter.run(
             f'CREATE TABLE pairs AS SELECT raw.rowid >= {self._end_of_train} AS is_test, {numbers[0]} AS "user", '
-            f'{numbers[1]} AS "item", min(raw.rowid) AS place FROM raw JOIN users ON raw."user" = users.label '
+            f'{numbers[1]} AS "item", min(raw.rowid) AS place{first} FROM raw JOIN users ON raw."user" = users.label '
             'JOIN items ON raw."item" = items.label GROUP BY ALL'
         )
         self._sorter.run("DROP TABLE raw")
@@ -220,10 +273,7 @@ class Reading:
         if not sorter.row("SELECT count(*) FROM held")[0]:
             source = next(iter(self._sources.values()))
             raise DataError(f"{source.path}: split {self._split} leaves no test: {few}; use --split random")
-        sorter.run(
-            "CREATE TABLE divided AS "
-            'SELECT place IN (SELECT place FROM held) AS is_test, "user", "item", place FROM pairs'
-        )
+        sorter.run("CREATE TABLE divided AS SELECT * REPLACE (place IN (SELECT place FROM held) AS is_test) FROM pairs")
         sorter.run("DROP TABLE held")
         sorter.run("DROP TABLE pairs")
         sorter.run("ALTER TABLE divided RENAME TO pairs")
@@ -242,12 +292,19 @@ class Reading:
 
         kept = 0
         schema = pa.schema([("user", pa.int64()), ("item", pa.int64())])
+        wanted, is_test = '"user", "item"', "is_test" if at else "NOT is_test"
+        if self._is_weighted and not at:
+            schema = schema.append(pa.field("weight", pa.float32()))
+            total, count = self._sorter.row(f"SELECT sum(weight), count(*) FROM pairs WHERE {is_test}")  # exact
+            if not total:
+                path = self._sources[name].path
+                raise DataError(f"{path}: no pair for training has a rating above 0; leave out --rating-col")
+            wanted += f", CAST(weight AS DOUBLE) / {float(total) / count!r} AS weight"
 
         def batches() -> Iterator[pa.RecordBatch]:
             nonlocal kept
             self._tell("sorting the pairs", None)
-            is_test = "is_test" if at else "NOT is_test"
-            for batch in self._sorter.batches(f'SELECT "user", "item" FROM pairs WHERE {is_test} ORDER BY place'):
+            for batch in self._sorter.batches(f"SELECT {wanted} FROM pairs WHERE {is_test} ORDER BY place"):
                 kept += len(batch)
                 yield batch.cast(schema)
                 self._tell("writing the pairs", kept)

@@ -28,6 +28,7 @@ __all__ = [
     "BatchSource",
     "BatchesAhead",
     "OrderInMemory",
+    "OrderedPairs",
     "PairOrder",
     "SeenPairs",
     "first_of_order",
@@ -40,6 +41,8 @@ Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
 # Draws a number of items, only from bits of the generator.
 Draw = Callable[[np.random.Philox, int], Int64Array]
+#: Users, items, and the weights of the pairs or None.
+OrderedPairs = tuple[Int64Array, Int64Array, Float32Array | None]
 
 # One stream for each use, so that no two uses share random bits.
 STREAM_ORDER = 1
@@ -179,6 +182,7 @@ class Batch:
             scores, row by row. None without `SeenPairs`.
         step_pairs: pairs of the step, on all ranks.
         weight: factor of the loss, such that its mean over the ranks is the loss of the step.
+        pair_weights: factor of the loss of each pair: ``float32[B]``; None: ones.
     """
 
     users: Int64Array
@@ -187,13 +191,15 @@ class Batch:
     log_q: Float32Array | None = None
     step_pairs: int = 0
     weight: float = 1.0
+    pair_weights: Float32Array | None = None
 
 
 class PairOrder(Protocol):
     """Protocol of the order of the training pairs in each epoch."""
 
-    def pairs(self, epoch: int, first: int, last: int) -> tuple[Int64Array, Int64Array]:
-        """Return ``int64`` users and items of places ``[first, last)`` of the epoch, fewer at its end."""
+    def pairs(self, epoch: int, first: int, last: int) -> OrderedPairs:
+        """Return ``int64`` users and items of places ``[first, last)`` of the epoch, fewer at its end; and their
+        weights, ``float32``, or None."""
 
     def close(self) -> None:
         """Release the current epoch; `pairs` makes it again."""
@@ -211,7 +217,7 @@ class OrderInMemory:
         self._blocks = blocks
         self._order: tuple[int, Int64Array] | None = None
 
-    def pairs(self, epoch: int, first: int, last: int) -> tuple[Int64Array, Int64Array]:
+    def pairs(self, epoch: int, first: int, last: int) -> OrderedPairs:
         if self._order is None or self._order[0] != epoch:
             order = random_order(self._seed, STREAM_ORDER, epoch, len(self._pairs))
             if self._blocks is not None:
@@ -219,7 +225,8 @@ class OrderInMemory:
                 order = order[np.argsort(places[order], kind="stable")]
             self._order = (epoch, order)
         chosen = self._order[1][first:last]
-        return self._pairs.users[chosen], self._pairs.items[chosen]
+        weights = self._pairs.weights
+        return self._pairs.users[chosen], self._pairs.items[chosen], None if weights is None else weights[chosen]
 
     def close(self) -> None:
         self._order = None
@@ -380,13 +387,16 @@ class BatchSource:
         starts, ends = self._cuts_of(epoch)
         block = int(np.searchsorted(ends, step, side="right"))
         first = int(starts[block]) + (step - int(ends[block - 1] if block else 0)) * self._batch_size
-        users, positives = self._order.pairs(epoch, first, min(first + self._batch_size, int(starts[block + 1])))
+        users, positives, weights = self._order.pairs(
+            epoch, first, min(first + self._batch_size, int(starts[block + 1]))
+        )
         random = _philox(self._seed, STREAM_NEGATIVES, epoch, step)
         pool = self._items_of(epoch, block)
         total = len(users)
         first, last = self._team.share(total)
         weight = (last - first) * self._team.world / total
         mine = slice(first, last) if first < last else slice(0, 1)  # a rank without pairs has one that does not count
+        weights = None if weights is None else weights[mine]
         if self._shared:
             users, positives = users[mine], positives[mine]
             negatives, counts = pool.different(random, self._negatives)
@@ -395,14 +405,14 @@ class BatchSource:
             log_q = pool.log_q(items)
             if log_q is not None:
                 log_q[len(positives) :] -= np.log(counts, dtype=np.float32)
-            return Batch(users, items, seen, log_q, total, weight)
+            return Batch(users, items, seen, log_q, total, weight, weights)
         owners = np.repeat(users, self._negatives)
         sampled = _sample_items(random, owners, pool.draw, self._seen, pool.members)
         items = np.empty((len(users), 1 + self._negatives), dtype=np.int64)
         items[:, 0] = positives
         items[:, 1:] = sampled.reshape(len(users), -1)
         users, items = users[mine], items[mine]
-        return Batch(users, items, None, pool.log_q(items), total, weight)
+        return Batch(users, items, None, pool.log_q(items), total, weight, weights)
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[Batch]:
         """Yield the batches of an epoch from step `first` on."""

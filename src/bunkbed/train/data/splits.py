@@ -64,9 +64,9 @@ def split(interactions: Interactions, config: TrainConfig) -> Split:
         for _, _, places, held in pairs_by_user(interactions, config, sorter):
             is_held[places[held]] = True
     refuse_nothing_held(interactions, config, int(np.count_nonzero(is_held)))
-    users, items, keep = interactions.users, interactions.items, ~is_held
+    users, items, weights, keep = interactions.users, interactions.items, interactions.weights, ~is_held
     return Split(
-        interactions.replace(users[keep], items[keep]),
+        interactions.replace(users[keep], items[keep], None if weights is None else weights[keep]),
         interactions.replace(users[is_held], items[is_held]),
     )
 

@@ -44,7 +44,10 @@ def save_dataset(folder: PathLike, dataset: Dataset) -> None:
     about |= {"cold_users": dataset.cold_users, "cold_items": dataset.cold_items}
     for name, pairs in (("train", train), ("test", dataset.test)):
         if pairs is not None:
-            _write(root / f"{name}.parquet", {"user": pa.array(pairs.users), "item": pa.array(pairs.items)})
+            columns = {"user": pa.array(pairs.users), "item": pa.array(pairs.items)}
+            if pairs.weights is not None:
+                columns["weight"] = pa.array(pairs.weights)
+            _write(root / f"{name}.parquet", columns)
             about[name] = {field: getattr(pairs, field) for field in ABOUT}
     if dataset.candidates is not None:
         rows = dataset.candidates

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from bunkbed.core.types import Array
 from bunkbed.train.data.interactions import Interactions
-from bunkbed.train.data.vocab import DataError, Int64Array, Vocab
+from bunkbed.train.data.vocab import DataError, Float32Array, Int64Array, Vocab
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -78,17 +79,29 @@ class StoredVocab(Vocab):
 
 
 class StoredInteractions(Interactions):
-    """`Interactions` in a Parquet file of columns ``user`` and ``item``; `batches` reads one row group at a time."""
+    """`Interactions` in a Parquet file of columns ``user``, ``item`` and, with weights, ``weight``.
+
+    `batches` reads one row group at a time.
+    """
 
     def __init__(self, path: Path, user_vocab: Vocab, item_vocab: Vocab, **about: str | int) -> None:
         with opened(path) as file:
             length = file.metadata.num_rows
-        fields = {"_path": path, "_length": length, "user_vocab": user_vocab, "item_vocab": item_vocab, **about}
+            is_weighted = "weight" in file.schema_arrow.names
+        fields = {
+            "_path": path,
+            "_length": length,
+            "_is_weighted": is_weighted,
+            "user_vocab": user_vocab,
+            "item_vocab": item_vocab,
+            **about,
+        }
         for name, value in fields.items():  # a frozen dataclass allows no other way to set fields
             object.__setattr__(self, name, value)
 
     _path: Path
     _length: int
+    _is_weighted: bool
 
     @property
     def users(self) -> Int64Array:
@@ -100,9 +113,19 @@ class StoredInteractions(Interactions):
         """All items; each access reads the file."""
         return self._read("item")
 
-    def _read(self, column: str) -> Int64Array:
+    @property
+    def weights(self) -> Float32Array | None:
+        """All weights; each access reads the file."""
+        return self._read("weight") if self._is_weighted else None
+
+    @property
+    def is_weighted(self) -> bool:
+        """As `Interactions.is_weighted`."""
+        return self._is_weighted
+
+    def _read(self, column: str) -> Array:
         with opened(self._path) as file:
-            values: Int64Array = file.read(columns=[column])[column].to_numpy()
+            values: Array = file.read(columns=[column])[column].to_numpy()
         return values
 
     def __len__(self) -> int:
@@ -115,6 +138,13 @@ class StoredInteractions(Interactions):
                 table = file.read_row_group(group)
                 yield table["user"].to_numpy(), table["item"].to_numpy()
 
-    def replace(self, users: Int64Array, items: Int64Array) -> Interactions:
+    def weight_batches(self) -> Iterator[Float32Array | None]:
+        """As `Interactions.weight_batches`."""
+        with opened(self._path) as file:
+            for group in range(file.num_row_groups):
+                yield file.read_row_group(group, columns=["weight"])["weight"].to_numpy() if self._is_weighted else None
+
+    def replace(self, users: Int64Array, items: Int64Array, weights: Float32Array | None = None) -> Interactions:
         """As `Interactions.replace`; the result is in memory."""
-        return Interactions(users, items, self.user_vocab, self.item_vocab, self.source, self.duplicates, self.form)
+        about = self.source, self.duplicates, self.form
+        return Interactions(users, items, self.user_vocab, self.item_vocab, *about, weights=weights)

@@ -41,7 +41,14 @@ from bunkbed.core.types import Array, Json
 from bunkbed.files.durable import make_file, put_in_place, replace_file, require_real, sync_directory, sync_file
 from bunkbed.train.data.blocks import pair_blocks
 from bunkbed.train.data.interactions import Interactions
-from bunkbed.train.data.sampling import STREAM_EVAL, STREAM_ORDER, SeenPairs, first_of_order, order_keys
+from bunkbed.train.data.sampling import (
+    STREAM_EVAL,
+    STREAM_ORDER,
+    OrderedPairs,
+    SeenPairs,
+    first_of_order,
+    order_keys,
+)
 from bunkbed.train.data.sort import Sorter
 from bunkbed.train.data.splits import keyed, number_type, pair_schema, pairs_by_user, refuse_nothing_held
 from bunkbed.train.data.vocab import DataError, Int64Array
@@ -67,6 +74,7 @@ _VERSION = 2
 _CHUNK = 1 << 20
 _DESCRIPTION = "split.json"
 _BLOCK_BYTES = 1 << 20
+_WEIGHT = np.dtype(np.float32)
 _SUM = np.dtype("<u4")  # an epoch's file ends with the crc32 of its records
 
 
@@ -87,9 +95,11 @@ class StreamedSplit:
         def part(name: str) -> Interactions:
             users = _mapped(folder / f"{name}.users", kinds[0], about[name])
             items = _mapped(folder / f"{name}.items", kinds[1], about[name])
-            return Interactions(
-                users, items, pairs.user_vocab, pairs.item_vocab, pairs.source, pairs.duplicates, pairs.form
-            )
+            weights = None
+            if pairs.is_weighted and name == "train":
+                weights = _mapped(folder / "train.weights", _WEIGHT, about[name])
+            text = pairs.source, pairs.duplicates, pairs.form
+            return Interactions(users, items, pairs.user_vocab, pairs.item_vocab, *text, weights=weights)
 
         self.train = part("train")
         self.valid = part("valid") if about["valid"] else None
@@ -210,14 +220,18 @@ class _Making:
             for name in counts
             for column in ("users", "items")
         }
+        if self._pairs.is_weighted:
+            files["train", "weights"] = (self._folder / "train.weights").open("wb")
         try:
             done = 0
-            for users, items in self._pairs.batches():
+            for (users, items), weights in zip(self._pairs.batches(), self._pairs.weight_batches(), strict=True):
                 held = np.asarray(is_held[done : done + len(users)])
                 for name, mine in (("train", ~held), ("valid", held)):
                     users[mine].astype(self._kinds[0]).tofile(files[name, "users"])
                     items[mine].astype(self._kinds[1]).tofile(files[name, "items"])
                     counts[name] += int(mine.sum())
+                if weights is not None:
+                    weights[~held].astype(_WEIGHT).tofile(files["train", "weights"])
                 done += len(users)
         finally:
             for file in files.values():
@@ -276,10 +290,13 @@ class StoredOrder:
         self._blocks = pair_blocks(config, pairs)
         self._suffix = "" if config.blocks is None else "-{}x{}".format(*config.blocks)
         self._ram_bytes = config.data_ram_bytes
-        self._record = np.dtype([("user", number_type(pairs.num_users)), ("item", number_type(pairs.num_items))])
+        weight = [("weight", _WEIGHT)] if pairs.is_weighted else []
+        self._record = np.dtype(
+            [("user", number_type(pairs.num_users)), ("item", number_type(pairs.num_items)), *weight]
+        )
         self._open: tuple[int, Array] | None = None  # the epoch, and the bytes of its file
 
-    def pairs(self, epoch: int, first: int, last: int) -> tuple[Int64Array, Int64Array]:
+    def pairs(self, epoch: int, first: int, last: int) -> OrderedPairs:
         """As `PairOrder.pairs`; the first call of an epoch makes its file."""
         path = self._folder / f"epoch-{epoch}{self._suffix}"
         if self._open is None or self._open[0] != epoch:
@@ -287,7 +304,8 @@ class StoredOrder:
                 self._make(epoch, path)
                 self._open = epoch, _mapped(path, np.dtype(np.uint8), self._length() + _SUM.itemsize)
         records = self._open[1][: self._length()].view(self._record)[first:last]
-        return records["user"].astype(np.int64), records["item"].astype(np.int64)
+        weights = records["weight"].copy() if self._pairs.is_weighted else None
+        return records["user"].astype(np.int64), records["item"].astype(np.int64), weights
 
     def _make(self, epoch: int, path: Path) -> None:
         for other in self._folder.glob("epoch-*"):
@@ -300,10 +318,11 @@ class StoredOrder:
         with Sorter(self._folder / "sorting", self._ram_bytes) as sorter, make_file(making) as file:
             columns = self._columns(epoch)
             sorter.stream("pairs", columns[0], columns[1])
-            for batch in sorter.batches('SELECT "user", "item" FROM pairs ORDER BY block, key, place'):
+            names = ", ".join(f'"{name}"' for name in self._record.names or ())
+            for batch in sorter.batches(f"SELECT {names} FROM pairs ORDER BY block, key, place"):
                 records = np.empty(len(batch), self._record)
-                records["user"] = batch.column(0).to_numpy()
-                records["item"] = batch.column(1).to_numpy()
+                for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                    records[name] = column.to_numpy()
                 records.tofile(file)
                 sum_of_records = zlib.crc32(records.data, sum_of_records)
             np.array([sum_of_records], _SUM).tofile(file)
@@ -316,14 +335,18 @@ class StoredOrder:
         schema = pair_schema(self._pairs)
         blocks = self._blocks
         wider = schema.append(pa.field("block", pa.int64()))
+        if self._pairs.is_weighted:
+            wider = wider.append(pa.field("weight", pa.float32()))
 
         def with_blocks() -> Iterator[pa.RecordBatch]:
-            for batch in keyed(self._pairs, schema, order_keys(self._seed, STREAM_ORDER, epoch)):
+            batches = keyed(self._pairs, schema, order_keys(self._seed, STREAM_ORDER, epoch))
+            for batch, weights in zip(batches, self._pairs.weight_batches(), strict=True):
                 places = np.zeros(len(batch), np.int64)
                 if blocks is not None:
                     users, items = (batch.column(at).to_numpy().astype(np.int64) for at in (0, 1))
                     places[:] = blocks.places(users, items, epoch)
-                yield pa.record_batch([*batch.columns, pa.array(places)], schema=wider)
+                more = [] if weights is None else [pa.array(weights)]
+                yield pa.record_batch([*batch.columns, pa.array(places), *more], schema=wider)
 
         return wider, with_blocks()
 
@@ -442,11 +465,16 @@ def _damaged(path: Path) -> DataError:
 
 
 def _sums_of(pairs: Interactions) -> list[int]:
-    """Return the crc32 of all users and of all items, as int64 in order, independent of the storage of the pairs."""
-    sums = [0, 0]
-    for batch in pairs.batches():
+    """Return the crc32 of all users, of all items, as int64 in order, and of all weights if there are any.
+
+    They do not depend on the storage of the pairs.
+    """
+    sums = [0, 0, 0][: 2 + pairs.is_weighted]
+    for batch, weights in zip(pairs.batches(), pairs.weight_batches(), strict=True):
         for at, column in enumerate(batch):
             sums[at] = zlib.crc32(np.ascontiguousarray(column, np.int64).data, sums[at])
+        if weights is not None:
+            sums[2] = zlib.crc32(np.ascontiguousarray(weights, _WEIGHT).data, sums[2])
     return sums
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
 Label = int | str
 
 # Difflib compares with every label; with more labels, only neighbours in sorted order are compared.

@@ -65,6 +65,7 @@ class Head(nn.Module):  # type: ignore[misc]  # torch is untyped here
         *,
         seen: Tensor | None,
         bias: Tensor | None,
+        pair_weights: Tensor | None = None,
         kind: str,
         l2: float,
         hardness: float,
@@ -229,6 +230,7 @@ class NeuMFHead(Head):
         *,
         seen: Tensor | None,
         bias: Tensor | None,
+        pair_weights: Tensor | None = None,
         kind: str,
         l2: float,
         hardness: float,
@@ -245,7 +247,7 @@ class NeuMFHead(Head):
             scores = self.pair_scores(queries, vectors)
             scores = scores if bias is None else scores + bias
             positive, negative = scores[:, 0], scores[:, 1:]
-        loss = plain_losses.competition(positive, negative, kind, hardness)
+        loss = plain_losses.competition(positive, negative, kind, hardness, pair_weights)
         return loss + 0.5 * l2 * plain_losses.mean_squares(users, items) if l2 else loss
 
 

@@ -24,27 +24,40 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def _loss_and_slopes(
-    positive: Tensor, negative: Tensor, kind: str, hardness: float
+    positive: Tensor, negative: Tensor, kind: str, hardness: float, pair_weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, float]:
     """Return the mean loss of scores ``[B]`` against ``[B, K]``, its two derivatives, and a factor of both derivatives.
 
     The scores are contiguous, and the derivatives reuse their memory. A negative score of -inf counts as a loss of 0.
     """
+    weights = None if pair_weights is None else pair_weights.numpy()
     batch, count = negative.shape
     if kind == "softmax":
         scores = torch.cat([positive[:, None], negative], 1)
         largest = scores.amax(1, keepdim=True)
         shares = scores.sub_(largest).exp_()
         totals = shares.sum(1, keepdim=True)
-        loss = (totals.log() + largest).view(-1).sub_(positive).double().sum().float() / batch
+        losses = (totals.log() + largest).view(-1).sub_(positive)
         shares /= totals
-        return loss, shares[:, 0] - 1, shares[:, 1:].contiguous(), 1.0 / batch
+        wanted: float | Tensor = 1
+        if pair_weights is not None:
+            losses *= pair_weights
+            shares *= pair_weights[:, None]
+            wanted = pair_weights
+        loss = losses.double().sum().float() / batch
+        return loss, shares[:, 0] - wanted, shares[:, 1:].contiguous(), 1.0 / batch
     if kind == "bpr":
         scale = 1.0 / (batch * (1 if hardness else count))
-        total = _native.bpr_slopes(positive.numpy(), negative.numpy(), hardness)
+        total = _native.bpr_slopes(positive.numpy(), negative.numpy(), hardness, weights)
         return torch.tensor(total * scale), positive, negative, scale
     scale = 1.0 / (batch * (1 + count))
-    total = _native.logistic_slopes(positive.neg_().numpy()) + _native.logistic_slopes(negative.view(-1).numpy())
+    positive.neg_()
+    if weights is None:
+        total = _native.logistic_slopes(positive.numpy()) + _native.logistic_slopes(negative.view(-1).numpy())
+    else:  # softplus of scores against a positive of 0
+        total = 0.0
+        for scores in (positive[:, None], negative):
+            total += _native.bpr_slopes(torch.zeros(batch).numpy(), scores.numpy(), 0.0, weights)
     return torch.tensor(total * scale), positive.neg_(), negative, scale
 
 
@@ -62,6 +75,7 @@ class _PairLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
         items: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
+        pair_weights: Tensor | None,
         kind: str,
         l2: float,
         hardness: float,
@@ -73,7 +87,7 @@ class _PairLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
         if bias is not None:
             scores += bias
         positive, negative = scores[:, 0].contiguous(), scores[:, 1:].contiguous()
-        loss, positive, negative, ctx.scale = _loss_and_slopes(positive, negative, kind, hardness)
+        loss, positive, negative, ctx.scale = _loss_and_slopes(positive, negative, kind, hardness, pair_weights)
         if l2:
             penalty = float(_square(users)) + squares[0] + squares[1] / (items.shape[1] - 1)
             loss += 0.5 * l2 / len(users) * penalty
@@ -100,7 +114,7 @@ class _PairLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is unty
         user_grads, weight_grad = _through_weight(query_grads, users, weight)
         if ctx.l2:
             user_grads.add_(users, alpha=decay)
-        return user_grads, item_grads, weight_grad, None if bias is None else slope, None, None, None
+        return user_grads, item_grads, weight_grad, None if bias is None else slope, None, None, None, None
 
 
 class _SharedLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped here
@@ -112,6 +126,7 @@ class _SharedLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is un
         seen: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
+        pair_weights: Tensor | None,
         kind: str,
         l2: float,
         hardness: float,
@@ -126,7 +141,7 @@ class _SharedLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is un
             negative += bias[batch:]
         if seen is not None:
             negative.view(-1).index_fill_(0, seen, -torch.inf)
-        loss, positive, negative, ctx.scale = _loss_and_slopes(positive, negative, kind, hardness)
+        loss, positive, negative, ctx.scale = _loss_and_slopes(positive, negative, kind, hardness, pair_weights)
         if l2:
             penalty = (_square(users) + _square(positives)) / batch + _square(negatives) / len(negatives)
             loss = loss + 0.5 * l2 * penalty
@@ -153,7 +168,7 @@ class _SharedLoss(torch.autograd.Function):  # type: ignore[misc]  # torch is un
             item_grads[batch:].add_(negatives, alpha=decay / count)
             user_grads.add_(users, alpha=decay / batch)
         bias_grad = None if bias is None else torch.cat([positive, negative.sum(0)]).mul_(scale)
-        return user_grads, item_grads, None, weight_grad, bias_grad, None, None, None
+        return user_grads, item_grads, None, weight_grad, bias_grad, None, None, None, None
 
 
 def _through_weight(query_grads: Tensor, users: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -170,6 +185,7 @@ def pair_loss(
     kind: str,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
+    pair_weights: Tensor | None = None,
     l2: float = 0.0,
     hardness: float = 0.0,
 ) -> Tensor:
@@ -180,7 +196,8 @@ def pair_loss(
     ``"softmax"`` the mean cross-entropy of the positive among itself and its negatives (sampled softmax, Jean et al.
     2015; where negatives are not drawn uniformly, the caller subtracts log q from the scores with `bias`). `l2` adds
     ``l2 / 2 * (|user|^2 + |item|^2 + mean |negative|^2)``, averaged over the batch. `hardness` weighs the
-    negatives of a pair by softmax(hardness * score); no gradient flows through these weights.
+    negatives of a pair by softmax(hardness * score); no gradient flows through these weights. `pair_weights` multiply
+    the loss of each pair; the penalty and the number of pairs in the mean stay the same.
 
     Args:
         users: ``float32[B, dim]``.
@@ -188,6 +205,7 @@ def pair_loss(
         kind: ``"bpr"``, ``"bce"`` or ``"softmax"``.
         weight: ``float32[dim]``, or None for ones.
         bias: ``float32[B, 1 + K]``, or None for zeros.
+        pair_weights: ``float32[B]``, at least 0, or None for ones.
         hardness: for ``"bpr"``.
 
     Returns:
@@ -198,8 +216,10 @@ def pair_loss(
     0.693...
     """
     if not users.is_cpu:
-        return plain_losses.pair_loss(users, items, kind=kind, weight=weight, bias=bias, l2=l2, hardness=hardness)
-    return _PairLoss.apply(users, items, weight, bias, kind, l2, hardness)
+        return plain_losses.pair_loss(
+            users, items, kind=kind, weight=weight, bias=bias, pair_weights=pair_weights, l2=l2, hardness=hardness
+        )
+    return _PairLoss.apply(users, items, weight, bias, pair_weights, kind, l2, hardness)
 
 
 def shared_loss(
@@ -210,6 +230,7 @@ def shared_loss(
     seen: Tensor | None = None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
+    pair_weights: Tensor | None = None,
     l2: float = 0.0,
     hardness: float = 0.0,
 ) -> Tensor:
@@ -223,6 +244,7 @@ def shared_loss(
             because the user has the item; their loss counts as 0 in the means.
         weight: ``float32[dim]``, or None for ones.
         bias: ``float32[B + M]``, or None for zeros.
+        pair_weights: ``float32[B]``, at least 0, or None for ones.
         hardness: for ``"bpr"``.
 
     Returns:
@@ -230,6 +252,14 @@ def shared_loss(
     """
     if not users.is_cpu:
         return plain_losses.shared_loss(
-            users, items, kind=kind, seen=seen, weight=weight, bias=bias, l2=l2, hardness=hardness
+            users,
+            items,
+            kind=kind,
+            seen=seen,
+            weight=weight,
+            bias=bias,
+            pair_weights=pair_weights,
+            l2=l2,
+            hardness=hardness,
         )
-    return _SharedLoss.apply(users, items, seen, weight, bias, kind, l2, hardness)
+    return _SharedLoss.apply(users, items, seen, weight, bias, pair_weights, kind, l2, hardness)

@@ -9,20 +9,33 @@ from torch import Tensor
 __all__ = ["competition", "mean_squares", "pair_loss", "shared_loss", "without_seen"]
 
 
-def competition(positive: Tensor, negative: Tensor, kind: str, hardness: float) -> Tensor:
-    """Return the mean loss of scores ``[B]`` against ``[B, K]``; a negative score of -inf does not compete."""
+def competition(
+    positive: Tensor, negative: Tensor, kind: str, hardness: float, pair_weights: Tensor | None = None
+) -> Tensor:
+    """Return the mean loss of scores ``[B]`` against ``[B, K]``, each times a weight ``[B]``.
+
+    A negative score of -inf does not compete.
+    """
+
+    def weighted(losses: Tensor) -> Tensor:
+        return (
+            losses
+            if pair_weights is None
+            else losses * pair_weights.to(losses.device).view(-1, *[1] * (losses.dim() - 1))
+        )
+
     batch, count = negative.shape
     softplus = torch.nn.functional.softplus
     if kind == "softmax":
         scores = torch.cat([positive[:, None], negative], 1)
-        return (torch.logsumexp(scores, 1) - positive).sum() / batch
+        return weighted(torch.logsumexp(scores, 1) - positive).sum() / batch
     if kind == "bpr":
-        losses = softplus(negative - positive[:, None])
+        losses = weighted(softplus(negative - positive[:, None]))
         if hardness:
             weights = torch.softmax(hardness * negative.detach(), dim=1)
             return (weights * losses).sum() / batch
         return losses.sum() / (batch * count)
-    return (softplus(-positive).sum() + softplus(negative).sum()) / (batch * (1 + count))
+    return (weighted(softplus(-positive)).sum() + weighted(softplus(negative)).sum()) / (batch * (1 + count))
 
 
 def mean_squares(users: Tensor, items: Tensor) -> Tensor:
@@ -43,14 +56,22 @@ def without_seen(negative: Tensor, seen: Tensor | None) -> Tensor:
 
 
 def pair_loss(
-    users: Tensor, items: Tensor, *, kind: str, weight: Tensor | None, bias: Tensor | None, l2: float, hardness: float
+    users: Tensor,
+    items: Tensor,
+    *,
+    kind: str,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    l2: float,
+    hardness: float,
+    pair_weights: Tensor | None = None,
 ) -> Tensor:
     """See `bunkbed.train.models.losses.pair_loss`."""
     queries = users if weight is None else users * weight
     scores = (queries[:, None] * items).sum(-1)
     if bias is not None:
         scores = scores + bias
-    loss = competition(scores[:, 0], scores[:, 1:], kind, hardness)
+    loss = competition(scores[:, 0], scores[:, 1:], kind, hardness, pair_weights)
     return loss + 0.5 * l2 * mean_squares(users, items) if l2 else loss
 
 
@@ -64,6 +85,7 @@ def shared_loss(
     bias: Tensor | None,
     l2: float,
     hardness: float,
+    pair_weights: Tensor | None = None,
 ) -> Tensor:
     """See `bunkbed.train.models.losses.shared_loss`."""
     batch = len(users)
@@ -71,5 +93,5 @@ def shared_loss(
     positive, negative = (queries * items[:batch]).sum(-1), queries @ items[batch:].T
     if bias is not None:
         positive, negative = positive + bias[:batch], negative + bias[batch:]
-    loss = competition(positive, without_seen(negative, seen), kind, hardness)
+    loss = competition(positive, without_seen(negative, seen), kind, hardness, pair_weights)
     return loss + 0.5 * l2 * mean_squares(users, items) if l2 else loss

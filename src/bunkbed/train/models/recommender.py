@@ -102,13 +102,21 @@ class Recommender(nn.Module):  # type: ignore[misc]  # torch is untyped here
         self.head = make_head(config).to(device)
         self._options: Json = {"kind": config.loss, "l2": config.l2, "hardness": config.hardness}
 
-    def forward(self, users: Tensor, items: Tensor, seen: Tensor | None = None, log_q: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        users: Tensor,
+        items: Tensor,
+        seen: Tensor | None = None,
+        log_q: Tensor | None = None,
+        pair_weights: Tensor | None = None,
+    ) -> Tensor:
         """Return the loss of a batch, whose parts are as in `bunkbed.train.data.sampling.Batch`."""
         bias = None if self.item_bias is None else self.item_bias(items)[..., 0]
         if log_q is not None:
             log_q = log_q.to(self.user.anchor.device)
             bias = -log_q if bias is None else bias - log_q
-        return self.head.loss(self.user(users), self.item(items), seen=seen, bias=bias, **self._options)
+        given: Json = {"seen": seen, "bias": bias, "pair_weights": pair_weights}
+        return self.head.loss(self.user(users), self.item(items), **given, **self._options)
 
     def scorer(self) -> Scorer:
         """Return a `Scorer` of the current model, with a copy of the head."""
