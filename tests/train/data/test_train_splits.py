@@ -16,9 +16,12 @@ pytest.importorskip("duckdb")
 pytest.importorskip("matplotlib")
 
 import bunkbed as bb
+from bunkbed.cli.commands import train as train_command
 from bunkbed.train import Recommender
+from bunkbed.train.data import prepare
 from bunkbed.train.data.interactions import read_dataset
 from bunkbed.train.data.store import load_dataset
+from bunkbed.train.evaluate.comparison import summarize_run
 from bunkbed.train.loop import Trainer
 from bunkbed.train.settings.config import TrainConfig
 
@@ -81,6 +84,7 @@ def test_every_line_of_results_says_the_split(split: str, cli: Run, likes: Path)
     assert code == 0 and "split random" in out and "test" not in out.replace("test.", "")
     found = json.loads(cli("compare", "a", "b", "--json")[1])
     assert not found["comparable"] and found["options"] == ["split", "valid"]
+    assert split in summarize_run(Path("a")).judged_by
     out = cli("compare", "a", "b")[1]
     assert "split" in out.splitlines()[0].split()
     assert {row.split()[0]: split in row.split() for row in out.splitlines()[1:3]} == {"a": True, "b": False}
@@ -121,6 +125,27 @@ def test_a_run_from_disk_and_a_resumed_run_have_the_bits_of_one_in_memory(
     assert code == 2 and f"--split time:0.7 cannot change on resuming: parts was started with {split}" in err
     code, _, err = cli("train", "--resume", "parts", "--time-col", "at")
     assert code == 2 and "--time-col cannot change on resuming: parts keeps its own copy of the data" in err
+
+
+def test_a_preparation_that_was_killed_is_done_again_with_its_times_and_ratings(
+    cli: Run, likes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = likes.read_text().splitlines()
+    likes.write_text("".join(f"{line},{at % 5 if at else 'rating'}\n" for at, line in enumerate(lines)))
+    options = (*BY_TIME, "--split", "time:0.8", "--rating-col", "rating", *SMALL, "--stream")
+    assert cli("train", *options, "--out", "whole")[0] == 0
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device", "here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "write_description", fail)
+        patch.setattr(train_command.shutil, "rmtree", lambda *_, **__: None)  # killed: the files stay
+        assert cli("train", *options, "--out", "killed")[0] == 1
+    code, out, err = cli("train", "--resume", "killed")
+    assert (code, err) == (0, "") and "reading them again" in out
+    assert rows_of("killed") == rows_of("whole")
+    assert metrics_of("killed") == metrics_of("whole")
 
 
 def test_nothing_of_the_file_is_recommended_again(cli: Run, likes: Path) -> None:

@@ -184,7 +184,8 @@ def test_no_pair_is_trained_on_that_comes_after_those_held_out(
     last_of: dict[str, int] = {}
     for rule, before, after in ((split, train + held, test), (config.valid, train, held)):
         if rule.startswith("time:"):
-            assert not after or max(row[2] for row in before) <= min(row[2] for row in after)
+            assert max(row[2] for row in before) <= min(row[2] for row in after)
+            assert len(before) == round(len(before + after) * float(rule.removeprefix("time:")))
         for user, _, time in before:
             last_of[user] = max(time, last_of.get(user, 0))
         if rule == "last":

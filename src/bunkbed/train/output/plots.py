@@ -168,8 +168,14 @@ def _draw_quality(panel: Axes, epochs: list[Json], metric: str) -> None:
 
 
 def _short(ranking: str) -> str:
-    """Return a ranking in a few words, without the rest, which is in the metrics file."""
-    return ranking.partition(";")[0].partition(", less")[0].removeprefix("sampled ranking: ")
+    """Return a ranking and its split in a few words, without the rest, which is in the metrics file.
+
+    >>> _short("full ranking of 90 items, less those trained on; 40 users; split last")
+    'full ranking of 90 items, split last'
+    """
+    what = ranking.partition(";")[0].partition(", less")[0].removeprefix("sampled ranking: ")
+    split = ranking.rpartition("; ")[2]
+    return f"{what}, {split}" if split.startswith("split ") else what
 
 
 def _draw_hits(panel: Axes, steps: list[Json], epochs: list[Json]) -> None:
