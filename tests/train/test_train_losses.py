@@ -1,11 +1,13 @@
 """The closed-form loss against the same thing spelled out for autograd."""
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from torch.nn import functional  # noqa: E402
 
+from bunkbed import _native  # noqa: E402
 from bunkbed.train.models import losses, plain_losses  # noqa: E402
 from bunkbed.train.models.losses import pair_loss, shared_loss  # noqa: E402
 
@@ -164,3 +166,9 @@ def test_a_weight_multiplies_the_loss_of_its_pair(kind, hardness, shared, module
     assert_same_gradients(penalty[1], penalty[0], (users, items))
     # Ones are no weights.
     torch.testing.assert_close(loss(slice(None), pair_weights=torch.ones(6)), loss(slice(None)))
+
+
+def test_weights_of_other_pairs_are_refused():
+    scores = [np.zeros(shape, np.float32) for shape in (2, (2, 3), 3)]
+    with pytest.raises(ValueError, match="3 weights, but negative has 2 rows"):
+        _native.bpr_slopes(scores[0], scores[1], 0.0, scores[2])

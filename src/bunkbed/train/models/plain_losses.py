@@ -18,11 +18,9 @@ def competition(
     """
 
     def weighted(losses: Tensor) -> Tensor:
-        return (
-            losses
-            if pair_weights is None
-            else losses * pair_weights.to(losses.device).view(-1, *[1] * (losses.dim() - 1))
-        )
+        if pair_weights is None:
+            return losses
+        return losses * pair_weights.to(losses.device).view(-1, *[1] * (losses.dim() - 1))
 
     batch, count = negative.shape
     softplus = torch.nn.functional.softplus
