@@ -27,6 +27,10 @@ inline bool set_fault(const char* name) {
       "lost_tombstone",  // a delete is not written to the log
       "admission_without_step",  // a row that one step refused is refused by all
       "admission_by_place",      // whether a row is admitted depends on its place in the batch
+      "lost_count",              // the count of an id is not written to the log
+      "count_survives_delete",   // a deleted id goes on from its count
+      "counts_not_rewound",      // going back in RAM leaves no id a count
+      "old_counts_stay",         // a sweep takes no count
       // Threads; csrc/stress must find these.
       "scan_misses_change",   // a scan goes on although the table was changed
       "lookup_without_lock",  // a large lookup releases the lock between its pieces
@@ -39,6 +43,9 @@ inline bool set_fault(const char* name) {
       "update_before_copy",     // a record that a commit has not written yet is changed first
       "evict_into_old_epoch",   // a row changed and evicted during a commit is written to that commit's epoch
       "checkpoint_too_new",     // a directory checkpoint claims one epoch more than it holds
+      "counts_not_moved",       // compaction drops the counts of a segment
+      "counts_outrank",         // compaction moves counts that are dead, too, and gives all new versions
+      "checkpoint_without_counts",  // a directory checkpoint leaves out counts
       "purge_too_early",        // tombstones are dropped while records of their rows are in the log
       "stale_usage",            // a step does not note in its rows that it named them
       "expires_early",          // a sweep takes rows that expire with the next unit of the clock

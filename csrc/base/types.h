@@ -41,6 +41,12 @@ struct OptimizerSpec {
   bool operator==(const OptimizerSpec&) const = default;
 };
 
+// The largest record number. The 2^32 highest numbers of 40 bits are frames in a directory, and 2^38 below them counts.
+inline constexpr uint64_t kMaxPosition = (1ull << 40) - (1ull << 38) - (1ull << 32) - 2;
+
+// The most of Retention::admit_from: a count of steps below it has 7 bits.
+inline constexpr uint32_t kMostAdmitFrom = 128;
+
 // What the ages of rows are counted in: the table's steps, or a clock that the caller sets. Values are file format.
 enum class AgeClock : uint8_t { kStep = 0, kEvent = 1 };
 // Which rows go first where there are too many: those named longest ago, by the fewest steps, or with the smallest norm.
@@ -56,10 +62,11 @@ struct Retention {
   EvictFirst evict = EvictFirst::kOldest;
   int64_t keep = 0;      // a sweep never leaves fewer rows
   double admit = 0.0;    // the probability with which a step stores a row that is not stored (format/admission.h); 0: always
+  uint32_t admit_from = 0;  // a row is stored by the step with this number among those that name it; 0: by the first one
 
   // Whether there is a rule for sweeps.
   bool is_set() const { return expire > 0 || max_rows > 0; }
-  bool has_admission() const { return admit > 0.0; }
+  bool has_admission() const { return admit > 0.0 || admit_from > 0; }
   // The time of the clock of a new table. A clock of events must be set before rows are named.
   int64_t first_time() const { return clock == AgeClock::kEvent ? -1 : 0; }
   bool operator==(const Retention&) const = default;

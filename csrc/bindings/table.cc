@@ -13,6 +13,7 @@
 #include "device/device_map.h"
 #include "scan/removable.h"
 #include "scan/scan.h"
+#include "table/counted_ids.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -84,6 +85,7 @@ nb::dict stats_values(const TableStats& s) {
   d["first_touches"] = s.store.first_touches;
   d["admitted_rows"] = s.store.admitted_rows;
   d["refused_rows"] = s.store.refused_rows;
+  d["counted_ids"] = s.counted_ids;
   d["evictions"] = s.store.evictions;
   d["written_back"] = s.store.written_back;
   d["reads"] = s.log.reads;
@@ -116,6 +118,7 @@ nb::dict stats_values(const TableStats& s) {
   d["live_bytes"] = s.live_bytes;
   d["segments"] = s.segments;
   d["tombstones"] = s.tombstones;
+  d["written_counts"] = s.written_counts;
   d["open_files"] = s.open_files;
   d["checkpoint_bytes"] = s.checkpoint_bytes;
   d["indexed_records"] = s.indexed_records;
@@ -173,16 +176,18 @@ void bind_table(nb::module_& m) {
   nb::class_<Retention>(m, "Retention", "The rules of a table by which rows go; 0 is no rule. See bunkbed.Retention.")
       .def(
           "__init__",
-          [](Retention* self, int64_t expire, int clock, int64_t max_rows, int evict, int64_t keep, double admit) {
-            new (self) Retention{expire, static_cast<AgeClock>(clock), max_rows, static_cast<EvictFirst>(evict), keep, admit};
+          [](Retention* self, int64_t expire, int clock, int64_t max_rows, int evict, int64_t keep, double admit,
+             uint32_t admit_from) {
+            new (self) Retention{expire, static_cast<AgeClock>(clock), max_rows, static_cast<EvictFirst>(evict), keep, admit, admit_from};
           },
-          "expire"_a, "clock"_a, "max_rows"_a, "evict"_a, "keep"_a, "admit"_a)
+          "expire"_a, "clock"_a, "max_rows"_a, "evict"_a, "keep"_a, "admit"_a, "admit_from"_a)
       .def_ro("expire", &Retention::expire)
       .def_prop_ro("clock", [](const Retention& r) { return static_cast<int>(r.clock); })
       .def_ro("max_rows", &Retention::max_rows)
       .def_prop_ro("evict", [](const Retention& r) { return static_cast<int>(r.evict); })
       .def_ro("keep", &Retention::keep)
-      .def_ro("admit", &Retention::admit);
+      .def_ro("admit", &Retention::admit)
+      .def_ro("admit_from", &Retention::admit_from);
 
   nb::class_<TableSpec>(m, "TableSpec", "The definition of a table in the core.")
       .def(
@@ -257,9 +262,9 @@ void bind_table(nb::module_& m) {
         const Manifest manifest = !snapshot.empty()   ? manifests.load_snapshot(snapshot)
                                   : epoch.has_value() ? manifests.load(*epoch)
                                                       : manifests.load_newest();
-        return std::make_pair(spec_of(manifest), manifest.stored_rows);
+        return nb::make_tuple(spec_of(manifest), manifest.stored_rows, manifest.counted_ids);
       },
-      "path"_a, "snapshot"_a, "epoch"_a.none(), "Return (TableSpec, stored rows) of a commit; default: the newest.");
+      "path"_a, "snapshot"_a, "epoch"_a.none(), "Return (TableSpec, stored rows, counted ids) of a commit; default: the newest.");
 
   nb::class_<PendingCommit>(m, "PendingCommit", "A commit that was started.")
       .def("wait", [](PendingCommit& commit) { return unlocked([&] { return commit.wait(); }); })
@@ -324,6 +329,27 @@ void bind_table(nb::module_& m) {
           },
           "ids"_a, "changes"_a = nb::none(),
           "Delete rows; return how many were stored, and the number of changes. Raises if that was not `changes` before.")
+      .def("forget_counts", [](Table& t, int64_t before) { return unlocked([&] { return CountedIds(&t).forget(before); }); },
+           "before"_a, "Forget the counts of ids that were last named before this time; return how many.")
+      .def(
+          "counted",
+          [](Table& t, uint64_t part, uint64_t parts) {
+            const CountedIds::Found found = unlocked([&] { return CountedIds(&t).find(part, parts); });
+            const auto array = [](const std::vector<int64_t>& values) {
+              const size_t bytes = values.size() * sizeof(int64_t);
+              auto* const memory = static_cast<int64_t*>(allocate_array(bytes));
+              std::copy(values.begin(), values.end(), memory);
+              return nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>(memory, {values.size()}, own_block(memory, bytes));
+            };
+            return nb::make_tuple(array(found.ids), array(found.counts), array(found.times), found.since);
+          },
+          "part"_a, "parts"_a, "Return ids of a part that steps have named and not stored, their counts and times, and the bound of times.")
+      .def(
+          "set_counts",
+          [](Table& t, const Ids& ids, const Ids& counts, const Ids& times) {
+            unlocked([&] { CountedIds(&t).set(ids.data(), counts.data(), times.data(), ids.shape(0)); });
+          },
+          "ids"_a, "counts"_a, "times"_a, "Give ids that are not stored the counts of another table.")
       .def("changes", [](Table& t) { return unlocked([&] { return t.changes(); }); })
       .def("contains",
            [](Table& t, const Ids& ids, const nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>& out) {

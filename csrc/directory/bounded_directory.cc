@@ -47,7 +47,7 @@ class BoundedDirectory final : public Directory {
     const Entry old = find(row);
     if (old == kAbsent && entry == kAbsent) return;
     changed();
-    stored_rows_ += (entry != kAbsent) - (old != kAbsent);
+    note(old, entry);
     bytes_ += store(row, entry, old == kAbsent);
   }
   bool grows() const override { return flat_ranges_ < ranges_.size(); }
@@ -74,7 +74,7 @@ class BoundedDirectory final : public Directory {
   void clear() override {
     changed();
     ranges_ = std::vector<Range>(num_ranges(num_rows_));
-    stored_rows_ = flat_ranges_ = 0;
+    stored_rows_ = counted_rows_ = flat_ranges_ = 0;
     bytes_ = ranges_.size() * kRangeBytes;
   }
 
@@ -111,9 +111,10 @@ class BoundedDirectory final : public Directory {
     return all_new;
   }
   bool bulk_copy(int64_t, const std::byte*, size_t) override { return false; }
-  void end_bulk(size_t rows) override {
+  void end_bulk(size_t rows, size_t counted) override {
     bulk_locks_.reset();
     stored_rows_ = rows;
+    counted_rows_ = counted;
     bytes_ = ranges_.size() * kRangeBytes;
     flat_ranges_ = 0;
     for (size_t r = 0; r < ranges_.size(); ++r) {

@@ -60,10 +60,11 @@ void CheckpointFile::write_segments(const std::vector<SegmentCounts>& segments) 
     const size_t count = count_of_piece(header_, piece_index_);
     std::memset(piece_.data(), 0, piece_.size());
     for (size_t i = 0; i < count; ++i) {
-      std::byte* const at = piece_.data() + kPieceHeadBytes + i * kSegmentCountBytes;
+      std::byte* const at = piece_.data() + kPieceHeadBytes + i * header_.segment_count_bytes();
       std::memcpy(at, &segments[from + i].segment, 8);
       std::memcpy(at + 8, &segments[from + i].records, 4);
       std::memcpy(at + 12, &segments[from + i].tombstones, 4);
+      if (header_.segment_count_bytes() > 16) std::memcpy(at + 16, &segments[from + i].counts, 4);
     }
     count_ = static_cast<uint32_t>(count);
     write_piece();
@@ -102,7 +103,7 @@ void CheckpointFile::add_absent(uint64_t before_row) {
 }
 
 void CheckpointFile::add(const int64_t* rows, const Entry* entries, size_t n) {
-  const bool is_dense = header_.form == DirectoryForm::kDense;
+  const bool is_dense = header_.is_dense();
   std::byte* const items = piece_.data() + kPieceHeadBytes;
   for (size_t i = 0; i < n; ++i) {
     if (is_dense) add_absent(static_cast<uint64_t>(rows[i]));
@@ -122,13 +123,13 @@ void CheckpointFile::add(const int64_t* rows, const Entry* entries, size_t n) {
 }
 
 CheckpointEntry CheckpointFile::finish() {
-  if (header_.form == DirectoryForm::kDense) {
+  if (header_.is_dense()) {
     add_absent(header_.num_entries);
   } else {
     header_.num_entries = pairs_;
   }
   if (count_ > 0) {
-    if (header_.form == DirectoryForm::kPairs) {
+    if (!header_.is_dense()) {
       std::byte* const items = piece_.data() + kPieceHeadBytes;
       std::memmove(items + count_ * sizeof(int64_t), items + capacity_ * sizeof(int64_t), count_ * kPackedEntryBytes);
       const size_t used = kPieceHeadBytes + count_ * (sizeof(int64_t) + kPackedEntryBytes);
@@ -209,11 +210,12 @@ class CheckpointReader {
     for (uint64_t index = 0; index < header_.segment_pieces(); ++index) {
       read(index, &piece);
       for (uint64_t i = 0; i < count_of_piece(header_, index); ++i) {
-        const std::byte* const at = piece.data() + kPieceHeadBytes + i * kSegmentCountBytes;
+        const std::byte* const at = piece.data() + kPieceHeadBytes + i * header_.segment_count_bytes();
         SegmentCounts counts;
         std::memcpy(&counts.segment, at, 8);
         std::memcpy(&counts.records, at + 8, 4);
         std::memcpy(&counts.tombstones, at + 12, 4);
+        if (header_.segment_count_bytes() > 16) std::memcpy(&counts.counts, at + 16, 4);
         if (!found.empty() && counts.segment <= found.back().segment) corrupt("names its segments out of order");
         found.push_back(counts);
       }
@@ -228,12 +230,15 @@ class CheckpointReader {
   DirectoryHeader header_;
 };
 
-// The rows of a piece that have an entry.
+// The rows of a piece that have an entry, without counts that the rule does not keep.
 struct Unpacked {
   BlockVector<int64_t> rows;
   BlockVector<Entry> entries;
+  uint64_t left_out = 0;
+  uint64_t counted = 0;
 
-  void take(const CheckpointReader& reader, uint64_t index, const std::byte* piece, int64_t num_rows) {
+  void take(const CheckpointReader& reader, uint64_t index, const std::byte* piece, int64_t num_rows, const CountRule& counts) {
+    left_out = counted = 0;
     const DirectoryHeader& header = reader.header();
     const size_t n = count_of_piece(header, index);
     const std::byte* const items = piece + kPieceHeadBytes;
@@ -250,11 +255,19 @@ struct Unpacked {
     } else {
       const uint64_t end = num_rows < 0 ? uint64_t{1} << 63 : static_cast<uint64_t>(num_rows);
       std::memcpy(rows.data(), items, n * sizeof(int64_t));
-      for (; found < n; ++found) {
-        entries[found] = load_packed(items + n * sizeof(int64_t) + found * kPackedEntryBytes);
-        if (static_cast<uint64_t>(rows[found]) >= end || entries[found] == kAbsent) {
-          reader.corrupt("names id " + std::to_string(rows[found]) + ", which the table cannot have");
+      for (size_t i = 0; i < n; ++i) {
+        const Entry entry = load_packed(items + n * sizeof(int64_t) + i * kPackedEntryBytes);
+        const bool is_sound = is_count(entry) ? header.form == DirectoryForm::kCountedPairs && is_sound_count(entry) : entry != kAbsent;
+        if (static_cast<uint64_t>(rows[i]) >= end || !is_sound) {
+          reader.corrupt("names id " + std::to_string(rows[i]) + ", which the table cannot have");
         }
+        if (is_count(entry) && !counts.keeps(entry)) {
+          ++left_out;
+          continue;
+        }
+        counted += is_count(entry);
+        rows[found] = rows[i];
+        entries[found++] = entry;
       }
     }
     rows.resize(found);
@@ -280,6 +293,7 @@ class LiveCounts {
 
   void add(const Entry* entries, size_t n) {
     for (size_t i = 0; i < n; ++i) {
+      if (is_count(entries[i])) continue;
       if (!is_position(entries[i])) reader_.corrupt("holds an entry that is no record's number");
       const uint64_t position = position_of(entries[i]);
       // A double holds 40 bits exactly; the quotient is off by at most one.
@@ -323,10 +337,18 @@ struct Hand {
   Unpacked unpacked;
   LiveCounts live;
   uint64_t rows = 0;
+  uint64_t counted = 0;
+  uint64_t left_out = 0;
 };
 
-void load_pieces(const CheckpointReader& reader, Log* log, Directory* directory, int64_t num_rows, size_t scratch_bytes,
-                 LiveCounts* total, uint64_t* rows) {
+struct Loaded {
+  uint64_t rows = 0;      // with a position
+  uint64_t counted = 0;
+  uint64_t left_out = 0;  // counts that the rule does not keep
+};
+
+Loaded load_pieces(const CheckpointReader& reader, Log* log, Directory* directory, int64_t num_rows, size_t scratch_bytes,
+                   const CountRule& counts, LiveCounts* total) {
   Mutex mutex{LockLevel::kLocal};  // guards hands and idle
   std::vector<std::unique_ptr<Hand>> hands;
   std::vector<Hand*> idle;
@@ -345,12 +367,14 @@ void load_pieces(const CheckpointReader& reader, Log* log, Directory* directory,
     for (size_t i = from; i < to; ++i) {
       const uint64_t index = header.segment_pieces() + i;
       reader.read(index, &hand->piece);
-      hand->unpacked.take(reader, index, hand->piece.data(), num_rows);
+      hand->unpacked.take(reader, index, hand->piece.data(), num_rows, counts);
       const BlockVector<int64_t>& ids = hand->unpacked.rows;
       const BlockVector<Entry>& entries = hand->unpacked.entries;
       hand->live.add(entries.data(), entries.size());
-      hand->rows += entries.size();
-      const bool is_copied = header.form == DirectoryForm::kDense &&
+      hand->rows += entries.size() - hand->unpacked.counted;
+      hand->counted += hand->unpacked.counted;
+      hand->left_out += hand->unpacked.left_out;
+      const bool is_copied = header.is_dense() &&
                              directory->bulk_copy(static_cast<int64_t>(i * header.entries_per_piece()),
                                                   hand->piece.data() + kPieceHeadBytes, count_of_piece(header, index));
       if (!is_copied && !directory->bulk_set(ids.data(), entries.data(), ids.size())) {
@@ -364,35 +388,40 @@ void load_pieces(const CheckpointReader& reader, Log* log, Directory* directory,
   const size_t hand_bytes = reader.header().piece_bytes * 8;
   const size_t threads = std::clamp<size_t>(scratch_bytes / hand_bytes, 1, 2 * num_threads());
   io_pool().run(reader.header().entry_pieces(), 1, threads - 1, work);
+  Loaded loaded;
   for (const auto& hand : hands) {
     for (size_t i = 0; i < hand->live.counts.size(); ++i) total->counts[i] += hand->live.counts[i];
     total->lost += hand->live.lost;
-    *rows += hand->rows;
+    loaded.rows += hand->rows;
+    loaded.counted += hand->counted;
+    loaded.left_out += hand->left_out;
   }
+  return loaded;
 }
 
 }  // namespace
 
 LoadedCheckpoint load_checkpoint(vfs::Vfs& vfs, const std::string& directory, const CheckpointEntry& entry, Log* log,
-                                 Directory* rows, int64_t num_rows, uint64_t most_rows, size_t scratch_bytes) {
+                                 Directory* rows, int64_t num_rows, uint64_t most_rows, size_t scratch_bytes,
+                                 const CountRule& counts) {
   try {
     const CheckpointReader reader(vfs, directory, entry, log->layout().uuid, num_rows);
     if (!reader.says_something()) return {};
     const DirectoryHeader& header = reader.header();
-    if (header.num_rows > most_rows) reader.corrupt("holds more rows than the commit");
+    if (header.form != DirectoryForm::kCountedPairs && header.num_rows > most_rows) reader.corrupt("holds more rows than the commit");
     const std::vector<SegmentCounts> segments = reader.segments();
     LiveCounts live(reader, *log);
-    uint64_t found = 0;
-    rows->begin_bulk(header.num_rows);
+    Loaded found;
+    rows->begin_bulk(counts.are_kept ? header.num_rows : std::min(header.num_rows, most_rows));
     try {
-      load_pieces(reader, log, rows, num_rows, scratch_bytes, &live, &found);
+      found = load_pieces(reader, log, rows, num_rows, scratch_bytes, counts, &live);
     } catch (...) {
-      rows->end_bulk(0);
+      rows->end_bulk(0, 0);
       rows->clear();
       throw;
     }
-    rows->end_bulk(found);
-    if (found != header.num_rows) reader.corrupt("holds another number of rows than it says");
+    rows->end_bulk(found.rows, found.counted);
+    if (found.rows + found.counted + found.left_out != header.num_rows) reader.corrupt("holds another number of rows than it says");
     size_t index = 0;
     auto known = segments.begin();
     for (const auto& [id, segment] : log->segments()) {
@@ -404,6 +433,7 @@ LoadedCheckpoint load_checkpoint(vfs::Vfs& vfs, const std::string& directory, co
       }
       segment->records = known->records;
       segment->tombstones = known->tombstones;
+      segment->counts = known->counts;
       segment->live = count;
     }
     return {true, header.replay_epoch, live.lost};
@@ -427,7 +457,7 @@ void verify_checkpoint(vfs::Vfs& vfs, const std::string& directory, const Checkp
   uint64_t rows = 0;
   for (uint64_t index = reader.header().segment_pieces(); index < reader.num_pieces(); ++index) {
     reader.read(index, &piece);
-    unpacked.take(reader, index, piece.data(), num_rows);
+    unpacked.take(reader, index, piece.data(), num_rows, {});
     rows += unpacked.rows.size();
     at(reader.header().piece_bytes);
   }

@@ -12,6 +12,8 @@
 //     later. So the walk found exactly this position. The row was not dirty, or it would have been appended.
 //   - An entry may point into a removed segment. The row has then moved or changed since, and a replayed record
 //     replaces the entry. After the replay no such entry may be left.
+//   - A count is written as the walk finds it: it says itself what it is. Where it was appended before X began, no later
+//     append replaces it unless it is replayed. Otherwise it, or a newer entry of its row, is replayed.
 // This also holds for later commits, for commits after a rewind (their new segments have still later epochs), and for
 // commits by a release that does not know checkpoints. Entries point only at records that are durable, or that the next
 // commit makes durable; it is the first to name the file. The file is durable before that commit's manifest is written.
@@ -72,7 +74,8 @@ struct LoadedCheckpoint {
 // Fills an empty directory on several threads, in about `scratch_bytes`, and sets the record counts of the log's
 // segments before the replay epoch. Error(kCorruption) names the repair.
 LoadedCheckpoint load_checkpoint(vfs::Vfs& vfs, const std::string& directory, const CheckpointEntry& entry, Log* log,
-                                 Directory* rows, int64_t num_rows, uint64_t most_rows, size_t scratch_bytes);
+                                 Directory* rows, int64_t num_rows, uint64_t most_rows, size_t scratch_bytes,
+                                 const CountRule& counts = {});
 
 // Verifies every byte of a checkpoint without a table. Calls `at` with the number of bytes of each part that is done.
 void verify_checkpoint(vfs::Vfs& vfs, const std::string& directory, const CheckpointEntry& entry, const Uuid& uuid,

@@ -40,7 +40,7 @@ class FlatDirectory final : public Directory {
     changed();
     std::byte* place = at(row);
     const Entry old = load_entry(place);
-    stored_rows_ += (entry != kAbsent) - (old != kAbsent);
+    note(old, entry);
     store_entry(place, entry);
     const bool was_home = old == home_of(row), is_home = entry == home_of(row);
     if (was_home == is_home) return;
@@ -58,7 +58,7 @@ class FlatDirectory final : public Directory {
     changed();
     entry_zeros_.clear();
     home_zeros_.clear();
-    stored_rows_ = home_groups_ = 0;
+    stored_rows_ = counted_rows_ = home_groups_ = 0;
   }
 
   size_t num_parts() const override { return (num_rows_ + kPartRows - 1) / kPartRows; }
@@ -88,7 +88,10 @@ class FlatDirectory final : public Directory {
     std::memcpy(at(first), packed, n * kEntryBytes);
     return true;
   }
-  void end_bulk(size_t rows) override { stored_rows_ = rows; }
+  void end_bulk(size_t rows, size_t counted) override {
+    stored_rows_ = rows;
+    counted_rows_ = counted;
+  }
 
  private:
   static constexpr size_t kAhead = 48;  // how far locate() prefetches
@@ -166,7 +169,7 @@ class HashedDirectory final : public Directory {
     const Entry old = partition.find(row, hash);
     if (old == kAbsent && entry == kAbsent) return;
     changed();
-    stored_rows_ += (entry != kAbsent) - (old != kAbsent);
+    note(old, entry);
     entry == kAbsent ? partition.erase(row, hash) : partition.set(row, hash, entry);
     table_bytes_ += partition.bytes() - before;
   }
@@ -198,7 +201,7 @@ class HashedDirectory final : public Directory {
   void clear() override {
     changed();
     partitions_ = std::vector<Partition>(kPartitions);
-    stored_rows_ = 0;
+    stored_rows_ = counted_rows_ = 0;
     table_bytes_ = 0;
   }
 
@@ -243,9 +246,10 @@ class HashedDirectory final : public Directory {
     return all_new;
   }
   bool bulk_copy(int64_t, const std::byte*, size_t) override { return false; }
-  void end_bulk(size_t rows) override {
+  void end_bulk(size_t rows, size_t counted) override {
     bulk_locks_.reset();
     stored_rows_ = rows;
+    counted_rows_ = counted;
     table_bytes_ = 0;
     for (const Partition& partition : partitions_) table_bytes_ += partition.bytes();
   }

@@ -1,30 +1,71 @@
 // Maps a row to the location of its record: absent (the row has its initial value), a frame of the cache, or a
-// position in the log. Two forms (docs/design/engine.md, rule 8): flat, about five bytes a row of the table, and
+// position in the log. An absent row of which steps were counted (format/admission.h) has its count. Two forms (docs/design/engine.md, rule 8): flat, about five bytes a row of the table, and
 // hashed, about seventeen bytes a stored row. It grows one partition at a time, so that no step pays for a big rehash.
 // A bounded directory has the form that takes fewer bytes, range by range of the rows.
 //
 // Writes need exclusive access. Concurrent locate() calls are safe while no thread writes.
 #pragma once
 
+#include <algorithm>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "base/types.h"
+
 namespace bunkbed {
 
-// Forty bits: 0 absent; below kFrameBase: position + 1; from kFrameBase on: frame.
+// Forty bits: 0 absent; below kCountBase: position + 1; below kFrameBase: count of a row that is absent, too; from there
+// on: frame.
 using Entry = uint64_t;
 inline constexpr Entry kAbsent = 0;
-inline constexpr uint64_t kMaxPosition = (1ull << 40) - (1ull << 32) - 2;
-inline constexpr Entry kFrameBase = kMaxPosition + 2;
+inline constexpr Entry kCountBase = kMaxPosition + 2;
+inline constexpr Entry kFrameBase = kCountBase + (1ull << 38);
 constexpr bool is_frame(Entry entry) { return entry >= kFrameBase; }
-constexpr bool is_position(Entry entry) { return entry != kAbsent && entry < kFrameBase; }
+constexpr bool is_position(Entry entry) { return entry != kAbsent && entry < kCountBase; }
+constexpr bool is_count(Entry entry) { return entry >= kCountBase && entry < kFrameBase; }
+constexpr bool is_stored(Entry entry) { return entry != kAbsent && !is_count(entry); }
 constexpr uint32_t frame_of(Entry entry) { return static_cast<uint32_t>(entry - kFrameBase); }
 constexpr uint64_t position_of(Entry entry) { return entry - 1; }
 constexpr Entry entry_of_frame(uint32_t frame) { return kFrameBase + frame; }
 constexpr Entry entry_of_position(uint64_t position) { return position + 1; }
+
+// A count, from 1 to 127, has the time when it was last raised: its 26 highest binary digits. So times below 2^26 are
+// exact; a later one is cut to less than a part in 2^25. The codes of times are in the order of the times.
+constexpr uint64_t code_of_time(int64_t time) {
+  const auto t = static_cast<uint64_t>(time);
+  const int cut = std::max(0, static_cast<int>(std::bit_width(t)) - 26);
+  return (static_cast<uint64_t>(cut) << 25) + (t >> cut);
+}
+constexpr Entry entry_of_count(uint32_t count, int64_t time) { return kCountBase + (uint64_t{count} << 31) + code_of_time(time); }
+constexpr uint32_t count_of(Entry entry) { return static_cast<uint32_t>((entry - kCountBase) >> 31); }
+// The latest time that has the count's code.
+constexpr int64_t time_of_count(Entry entry) {
+  const uint64_t code = (entry - kCountBase) & ((uint64_t{1} << 31) - 1);
+  const uint64_t cut = code < (uint64_t{1} << 26) ? 0 : (code >> 25) - 1;
+  const uint64_t first = code - (cut << 25);
+  return static_cast<int64_t>(((first + 1) << cut) - 1);
+}
+// The count of a row after one more step at this time. Its time does not go back, though the clock may.
+constexpr Entry raised_count(Entry before, int64_t time) {
+  constexpr uint64_t kCodes = uint64_t{1} << 31;
+  if (!is_count(before)) return entry_of_count(1, time);
+  const uint64_t code = std::max(code_of_time(time), (before - kCountBase) % kCodes);
+  return kCountBase + (uint64_t{count_of(before)} + 1) * kCodes + code;
+}
+// Whether a file may have this entry as a count.
+constexpr bool is_sound_count(Entry entry) {
+  return is_count(entry) && count_of(entry) > 0 && ((entry - kCountBase) & ((uint64_t{1} << 31) - 1)) < (uint64_t{39} << 25);
+}
+// Which counts a directory takes from files.
+struct CountRule {
+  bool are_kept = true;  // a reader takes none
+  int64_t since = 0;     // a count that was last raised before this time is none
+  bool keeps(Entry entry) const { return are_kept && time_of_count(entry) >= since; }
+};
 
 class Directory {
  public:
@@ -60,16 +101,23 @@ class Directory {
   // Copies the five-byte entries of the n rows from `first` on out of a dense checkpoint. Returns false and does
   // nothing where the directory has another layout.
   virtual bool bulk_copy(int64_t first, const std::byte* packed, size_t n) = 0;
-  // `rows`: how many rows were given an entry.
-  virtual void end_bulk(size_t rows) = 0;
+  // `rows`, `counted`: how many rows were given a position, and a count.
+  virtual void end_bulk(size_t rows, size_t counted) = 0;
   size_t stored_rows() const { return stored_rows_; }
+  size_t counted_rows() const { return counted_rows_; }  // those with a count
+  size_t num_entries() const { return stored_rows_ + counted_rows_; }
   // No entry changes while the version stays the same. No two directories of the process share a version.
   uint64_t version() const { return version_; }
 
  protected:
   Directory();
   void changed() { ++version_; }
+  void note(Entry before, Entry after) {
+    stored_rows_ += static_cast<size_t>(is_stored(after)) - static_cast<size_t>(is_stored(before));
+    counted_rows_ += static_cast<size_t>(is_count(after)) - static_cast<size_t>(is_count(before));
+  }
   size_t stored_rows_ = 0;
+  size_t counted_rows_ = 0;
 
  private:
   uint64_t version_;

@@ -19,7 +19,7 @@ constexpr size_t kHeaderUsed = 80;
 uint64_t divide_up(uint64_t n, uint64_t unit) { return n / unit + (n % unit != 0); }
 
 uint64_t segments_per_piece(const DirectoryHeader& header) {
-  return (header.piece_bytes - kPieceHeadBytes) / kSegmentCountBytes;
+  return (header.piece_bytes - kPieceHeadBytes) / header.segment_count_bytes();
 }
 
 uint32_t piece_crc(const DirectoryHeader& header, uint64_t index, const std::byte* piece) {
@@ -37,7 +37,7 @@ std::string directory_name(uint64_t number) {
 }
 
 uint64_t DirectoryHeader::entries_per_piece() const {
-  return (piece_bytes - kPieceHeadBytes) / (form == DirectoryForm::kDense ? kPackedEntryBytes : sizeof(int64_t) + kPackedEntryBytes);
+  return (piece_bytes - kPieceHeadBytes) / (is_dense() ? kPackedEntryBytes : sizeof(int64_t) + kPackedEntryBytes);
 }
 uint64_t DirectoryHeader::segment_pieces() const {
   return form == DirectoryForm::kVoid ? 0 : divide_up(num_segments, segments_per_piece(*this));
@@ -77,7 +77,7 @@ bool decode_directory_header(std::span<const std::byte> bytes, uint64_t file_byt
   }
   if (load<uint32_t>(bytes.data() + 8) != kFormatVersion) return false;
   const auto form = load<uint32_t>(bytes.data() + 12);
-  if (form > 2) return false;
+  if (form > 3) return false;
   header->form = static_cast<DirectoryForm>(form);
   std::memcpy(header->uuid.data(), bytes.data() + 16, 16);
   header->number = load<uint64_t>(bytes.data() + 32);
@@ -87,7 +87,7 @@ bool decode_directory_header(std::span<const std::byte> bytes, uint64_t file_byt
   header->num_entries = load<uint64_t>(bytes.data() + 64);
   header->num_rows = load<uint64_t>(bytes.data() + 72);
   const bool sound = header->piece_bytes >= 4096 && header->piece_bytes % 4096 == 0 &&
-                     header->piece_bytes <= kMaxPieceBytes && header->num_segments <= file_bytes / kSegmentCountBytes &&
+                     header->piece_bytes <= kMaxPieceBytes && header->num_segments <= file_bytes / header->segment_count_bytes() &&
                      header->num_entries <= file_bytes / kPackedEntryBytes && header->num_rows <= header->num_entries &&
                      header->file_bytes() == file_bytes;
   if (!sound) corrupt("has a header whose numbers contradict each other or its length");

@@ -16,6 +16,7 @@ enum class DirectoryForm : uint32_t {
   kVoid = 0,   // no entries: the directory is built from the segments alone (a repair writes it for a damaged file)
   kDense = 1,  // an entry for each row of the table, in order
   kPairs = 2,  // ids and entries of the rows that have one, in any order, no id twice
+  kCountedPairs = 3,  // the same of a table with counts: entries may be counts, and segments may have some
 };
 
 struct DirectoryHeader {
@@ -28,6 +29,9 @@ struct DirectoryHeader {
   uint64_t num_entries = 0;   // rows of the table (dense), or pairs
   uint64_t num_rows = 0;      // rows that have an entry
 
+  bool is_dense() const { return form == DirectoryForm::kDense; }
+  size_t segment_count_bytes() const { return form == DirectoryForm::kCountedPairs ? 24 : 16; }
+
   uint64_t segment_pieces() const;
   uint64_t entry_pieces() const;
   uint64_t file_bytes() const;  // of a file with such a header
@@ -36,7 +40,6 @@ struct DirectoryHeader {
 
 inline constexpr size_t kDirectoryHeaderBytes = 4096;
 inline constexpr size_t kPieceHeadBytes = 16;
-inline constexpr size_t kSegmentCountBytes = 16;
 inline constexpr size_t kPackedEntryBytes = 5;
 inline constexpr uint64_t kMaxPieceBytes = 1u << 20;
 
@@ -45,6 +48,7 @@ struct SegmentCounts {
   uint64_t segment = 0;
   uint32_t records = 0;
   uint32_t tombstones = 0;
+  uint32_t counts = 0;
 };
 
 std::string directory_name(uint64_t number);  // directory-0000000000000001

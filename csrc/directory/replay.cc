@@ -52,28 +52,31 @@ class Versions {
 
 }  // namespace
 
+void refuse_count(const Segment& segment, const ChunkTrailer& chunk, int64_t id) {
+  throw Error(ErrorKind::kCorruption, "segment " + segment.file->path() + ": the chunk at byte " + std::to_string(chunk.begin) +
+                                          " holds a count of id " + std::to_string(id) + " that is none");
+}
+
 uint64_t Replay::run(const std::vector<Segment*>& segments) const {
   uint64_t total = 0;
   for (Segment* const segment : segments) {
     segment->records = 0;
     segment->live = 0;
     segment->tombstones = 0;
+    segment->counts = 0;
     segment->oldest_tombstone = ~uint64_t{0};
     for (const ChunkTrailer& chunk : log->reader().chunks(*segment)) {
       total += chunk.count;
       if (chunk.kind == ChunkKind::kData) segment->records += chunk.count;
       if (chunk.kind == ChunkKind::kTombstone) segment->tombstones += chunk.count;
-      if (chunk.kind == ChunkKind::kMapDelta) {
-        throw Error(ErrorKind::kFormat, "segment " + segment->file->path() + " holds a chunk of a kind (MAPDELTA) " +
-                                            "this release cannot read; open the table with a newer one");
-      }
+      if (chunk.kind == ChunkKind::kCount) segment->counts += chunk.count;
     }
   }
   uint64_t passes = 1;
   while (passes < 4096 && Versions::bytes_for(total / passes + total / passes / 8 + 64) > scratch_bytes) ++passes;
 
   std::vector<int64_t> ids;
-  std::vector<uint64_t> versions;
+  std::vector<uint64_t> versions, found;
   // The ids of a chunk that belong to this pass. locate() brings their entries into the processor's cache, a block at a
   // time, for find(). Its results are not used, because an id may occur twice.
   constexpr size_t kBlock = 256;
@@ -85,7 +88,11 @@ uint64_t Replay::run(const std::vector<Segment*>& segments) const {
     Versions newest(total / passes + total / passes / 8 + 64);
     for (Segment* const segment : segments) {
       for (const ChunkTrailer& chunk : segment->chunks) {
-        log->reader().read_index(*segment, chunk, &span, &ids, &versions);
+        if (chunk.kind == ChunkKind::kCount && !counts.are_kept) continue;
+        log->reader().read_index(*segment, chunk, &span, &ids, &versions, &found);
+        for (size_t i = 0; i < found.size(); ++i) {
+          if (!is_sound_count(found[i])) refuse_count(*segment, chunk, ids[i]);
+        }
         for (size_t i = 0; i < ids.size(); ++i) {
           const int64_t id = ids[i];
           if (id >= 0 && (num_rows < 0 || id < num_rows) && versions[i] != 0 && versions[i] < versions_end) continue;
@@ -112,15 +119,16 @@ uint64_t Replay::run(const std::vector<Segment*>& segments) const {
           const int64_t id = ids[i];
           if (!newest.raise(id, versions[i]) && !fault_is("replay_last_record")) continue;
           const Entry before = directory->find(id);
-          if (before != kAbsent) {
+          if (is_stored(before)) {
             if (give_up != nullptr) {
               give_up(before);
             } else {
               --log->segment_of(position_of(before)).live;
             }
           }
-          if (chunk.kind == ChunkKind::kTombstone) {
-            if (before != kAbsent) directory->set(id, kAbsent);
+          if (chunk.kind != ChunkKind::kData) {
+            const Entry after = chunk.kind == ChunkKind::kCount && counts.keeps(found[i]) ? found[i] : kAbsent;
+            if (before != after) directory->set(id, after);
             continue;
           }
           directory->set(id, entry_of_position(log->position(segment->id, chunk.first_slot + i)));

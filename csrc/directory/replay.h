@@ -18,6 +18,11 @@
 // So replayed records are compared only with each other, and each replaces the old entry. An equal version means the
 // same record, moved: the old position may be gone, the new one exists.
 //
+// A count has a version of the stream, too, as it is appended by an update (Counts::write). Compaction moves one
+// only while the directory has the same count: then the row is absent, and its newest entry in the log says the same.
+// With a tombstone of a row that has a count it appends the count, too, with a new version.
+// A reader skips all counts. So does a rule: such a count of a row is newer than its other entries that remain.
+//
 // The order within `later` proves nothing: while a commit is written during training, records of the ending epoch and
 // of the next one are appended at the same time, and a newer record may be in the segment with the lower number.
 #pragma once
@@ -39,14 +44,18 @@ struct Replay {
   size_t scratch_bytes;   // bounds the memory for versions: more rows than fit take several passes over the indexes
   // Called with ids before they are set; some may be new to the directory. Null: the directory grows by itself.
   std::function<void(const int64_t* ids, size_t n)> reserve;
-  // Called with each entry that a replayed record replaces. Null: it is a position in `log`, where it was live.
+  // Called with each entry of a stored row that a replayed one replaces. Null: it is a position in `log`, where it was live.
   std::function<void(Entry before)> give_up;
+  CountRule counts = {};
 
-  // Replays the segments and counts their records and live records from zero. Returns the number of records and
-  // tombstones in them. An exception leaves the directory partly changed.
+  // Replays the segments and counts their records and live records from zero. Returns the number of records, tombstones
+  // and counts in them. An exception leaves the directory partly changed.
   uint64_t run(const std::vector<Segment*>& segments) const;
   // Replays all segments of the log into an empty directory.
   uint64_t run_all() const;
 };
+
+// Throws Error(kCorruption): a chunk's count of an id is none.
+[[noreturn]] void refuse_count(const Segment& segment, const ChunkTrailer& chunk, int64_t id);
 
 }  // namespace bunkbed

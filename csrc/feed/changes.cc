@@ -41,10 +41,7 @@ Changes::Changes(vfs::Vfs& vfs, std::string directory, const std::string& name, 
   uint64_t total = 0;
   for (Segment* const segment : segments_) {
     for (const ChunkTrailer& chunk : log_->reader().chunks(*segment)) {
-      if (chunk.kind == ChunkKind::kMapDelta) {
-        throw Error(ErrorKind::kFormat, "segment " + segment->file->path() + " holds a chunk of a kind (MAPDELTA) this release cannot read");
-      }
-      total += chunk.count;
+      if (chunk.kind != ChunkKind::kCount) total += chunk.count;
     }
   }
   const uint64_t most = std::max<uint64_t>(1024, ram_bytes / sizeof(Place));
@@ -102,6 +99,7 @@ void Changes::collect_pass() {
   places_.clear();
   for (Segment* const segment : segments_) {
     for (const ChunkTrailer& chunk : segment->chunks) {
+      if (chunk.kind == ChunkKind::kCount) continue;  // the row is what it was
       log_->reader().read_index(*segment, chunk, &span_, &ids_, &versions_);
       for (size_t i = 0; i < ids_.size(); ++i) {
         if (versions_[i] < since_.next_version) continue;

@@ -1,5 +1,6 @@
-// Which rows an update stores: with a probability of admission, a row that is not stored becomes stored by a step with
-// that probability. A function of (seed, id, step) and of nothing else. FORMAT.md, "Admission".
+// Which rows an update stores. With a probability of admission, a row that is not stored becomes stored by a step with
+// that probability: a function of (seed, id, step) and of nothing else. With a number n, it is stored by the n-th step
+// that names it; the steps before are counted. FORMAT.md, "Admission".
 #pragma once
 
 #include <cstdint>
@@ -17,7 +18,19 @@ class Admission {
         seed_(seed),
         step_(fault_is("admission_without_step") ? 0 : static_cast<uint32_t>(step)) {}
 
-  // Whether the step stores this row. It is asked for rows that are not stored.
+  // Of one step at this time of the table's clock. `from`: a row is stored by the step with this number, at least 2.
+  static Admission counted(uint32_t from, int64_t now) {
+    Admission admission(1.0, 0, 0);
+    admission.from_ = from;
+    admission.now_ = now;
+    return admission;
+  }
+  bool counts() const { return from_ > 0; }
+  int64_t now() const { return now_; }
+  // Whether the step stores a row that `before` steps have named since it was last stored, or ever. Requires counts().
+  bool admits_after(uint32_t before) const { return before + 1 >= from_; }
+
+  // Whether the step stores this row. It is asked for rows that are not stored. Requires !counts().
   bool admits(int64_t id) const {
     // One block of Philox4x32-10, with one row at a time: few rows of a step are not stored. The streams of initial
     // values and of rounding have other blocks (kernels/impl/philox_impl.h).
@@ -48,6 +61,8 @@ class Admission {
   double limit_;
   uint64_t seed_;
   uint32_t step_;
+  uint32_t from_ = 0;
+  int64_t now_ = 0;
 };
 
 }  // namespace bunkbed

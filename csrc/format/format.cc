@@ -187,8 +187,8 @@ ChunkTrailer decode_chunk_trailer(std::span<const std::byte> bytes, const Uuid& 
                      trailer.index_offset <= end && trailer.first_slot * stride >= trailer.begin &&
                      (trailer.first_slot + records) * stride <= trailer.index_offset &&
                      trailer.index_offset >= trailer.begin &&
-                     chunk_index_bytes(trailer.count) <= end - kChunkTrailerBytes - trailer.begin &&
-                     trailer.index_offset + chunk_index_bytes(trailer.count) <= end - kChunkTrailerBytes;
+                     trailer.index_bytes() <= end - kChunkTrailerBytes - trailer.begin &&
+                     trailer.index_offset + trailer.index_bytes() <= end - kChunkTrailerBytes;
   if (!sound) corrupt(where + " has a trailer whose numbers contradict each other or its place");
   return trailer;
 }
@@ -239,10 +239,11 @@ Bytes encode_manifest(const Manifest& m) {
   w.put<uint64_t>(0);  // bytes that follow before the checksum; filled in below
   const bool has_history = m.deletions_from > 0 || !m.rewinds.empty();
   const bool has_usage = m.retention.is_set();
-  const bool has_admission = m.retention.has_admission();
-  w.put((m.reader_flags & ~(kReaderFlagHistory | kReaderFlagRetention | kReaderFlagAdmission)) |
+  const bool has_admission = m.retention.admit > 0.0;
+  const bool has_counts = m.has_counts || m.retention.admit_from > 0;
+  w.put((m.reader_flags & ~(kReaderFlagHistory | kReaderFlagRetention | kReaderFlagAdmission | kReaderFlagCounts)) |
         (has_history ? kReaderFlagHistory : 0) | (has_usage ? kReaderFlagRetention : 0) |
-        (has_admission ? kReaderFlagAdmission : 0));
+        (has_admission ? kReaderFlagAdmission : 0) | (has_counts ? kReaderFlagCounts : 0));
   w.put(m.writer_flags);
   w.raw(m.uuid.data(), m.uuid.size());
   w.put(m.epoch);
@@ -312,6 +313,11 @@ Bytes encode_manifest(const Manifest& m) {
     w.put<uint16_t>(0);
   }
   if (has_admission) w.put(m.retention.admit);
+  if (has_counts) {
+    w.put(m.retention.admit_from);
+    w.put(m.counted_ids);
+    w.put(m.counts_since);
+  }
   store<uint64_t>(out.data() + 16, out.size() - kManifestPrefixBytes);
   w.put(crc32c(0, out.data(), out.size()));
   return out;
@@ -390,7 +396,7 @@ Manifest decode_manifest(std::span<const std::byte> bytes, const std::string& pa
     }
     m.fields.push_back(std::move(field));
   }
-  const uint64_t last_segment = m.slots_per_segment == 0 ? 0 : ((1ull << 40) - (1ull << 32) - 2) / m.slots_per_segment;
+  const uint64_t last_segment = m.slots_per_segment == 0 ? 0 : kMaxPosition / m.slots_per_segment;
   const size_t num_segments = r.count(24, "segments");
   std::set<uint64_t> seen;
   for (size_t i = 0; i < num_segments; ++i) {
@@ -434,6 +440,16 @@ Manifest decode_manifest(std::span<const std::byte> bytes, const std::string& pa
   if ((m.reader_flags & kReaderFlagAdmission) != 0) {
     m.retention.admit = r.get<double>();
     if (!(m.retention.admit > 0.0 && m.retention.admit < 1.0)) r.malformed("its probability of admission is out of range");
+  }
+  m.has_counts = (m.reader_flags & kReaderFlagCounts) != 0;
+  if (m.has_counts) {
+    m.retention.admit_from = r.get<uint32_t>();
+    m.counted_ids = r.get<uint64_t>();
+    m.counts_since = r.get<int64_t>();
+    const uint32_t from = m.retention.admit_from;
+    if (from == 1 || from > kMostAdmitFrom || (from > 0 && m.retention.admit > 0.0) || m.counts_since < 0) {
+      r.malformed("its steps of admission are out of range");
+    }
   }
   if (!r.at_end()) r.malformed("bytes follow its last field");
 

@@ -43,9 +43,10 @@ void encode_segment_header(const SegmentHeader& header, std::byte* out);  // wri
 SegmentHeader decode_segment_header(std::span<const std::byte> bytes, const std::string& path);
 
 // ---- Chunk ---------------------------------------------------------------------------------------------------
-// [records at slots first_slot ..][ids int64[n]][versions uint64[n]][zeros][trailer], ending on a block boundary.
+// [records at slots first_slot ..][ids int64[n]][versions uint64[n]][counts uint64[n]][zeros][trailer], ending on a block
+// boundary. A chunk of kCount alone has the counts: directory entries of ids that steps have named and not stored.
 
-enum class ChunkKind : uint32_t { kData = 1, kTombstone = 2, kMapDelta = 3 };
+enum class ChunkKind : uint32_t { kData = 1, kTombstone = 2, kCount = 3 };
 
 struct ChunkTrailer {
   ChunkKind kind = ChunkKind::kData;
@@ -54,8 +55,9 @@ struct ChunkTrailer {
   uint64_t end = 0;          // byte offset after the trailer
   uint64_t first_slot = 0;   // record number within the segment of the chunk's first record
   uint64_t index_offset = 0; // byte offset of ids[0]
-  uint32_t count = 0;        // records; for a tombstone: ids, without records
-  uint32_t index_crc = 0;    // CRC-32C of ids and versions
+  uint32_t count = 0;        // records; for tombstones and counts: ids, without records
+  uint32_t index_crc = 0;    // CRC-32C of the index: ids, versions and counts
+  uint64_t index_bytes() const { return uint64_t{count} * (kind == ChunkKind::kCount ? 24 : 16); }
 };
 inline constexpr size_t kChunkTrailerBytes = 80;
 void encode_chunk_trailer(const ChunkTrailer& trailer, const Uuid& uuid, uint64_t segment, std::byte* out);
@@ -63,6 +65,7 @@ void encode_chunk_trailer(const ChunkTrailer& trailer, const Uuid& uuid, uint64_
 ChunkTrailer decode_chunk_trailer(std::span<const std::byte> bytes, const Uuid& uuid, uint64_t segment, uint64_t end,
                                   uint64_t stride, uint64_t slots_per_segment, const std::string& path);
 constexpr size_t chunk_index_bytes(size_t count) { return count * 16; }
+constexpr size_t count_index_bytes(size_t count) { return count * 24; }
 
 // ---- Manifest ------------------------------------------------------------------------------------------------
 
@@ -124,9 +127,14 @@ struct Manifest {
   uint64_t deletions_from = 0;   // the segments have every tombstone from this version on; 0: no row was ever deleted
   std::vector<Rewind> rewinds;  // ascending; those of very long ago may be joined
   // ---- With kReaderFlagRetention; encode_manifest() sets the flag where there is a rule.
-  // `retention.admit` has a flag of its own, kReaderFlagAdmission.
+  // `retention.admit` and `retention.admit_from` have flags of their own, kReaderFlagAdmission and kReaderFlagCounts.
   Retention retention;
   int64_t clock = 0;  // of the caller's events, -1 before it is set; 0 where the clock is the step
+  // ---- With kReaderFlagCounts; encode_manifest() sets the flag where there is a rule or `has_counts`. The flag stays
+  // when the rule goes, because the segments may have counts. The rule is `retention.admit_from`.
+  bool has_counts = false;
+  uint64_t counted_ids = 0;    // ids that have a count
+  int64_t counts_since = 0;    // a count that was last raised before this time is none
 
   DType dtype() const { return static_cast<DType>(fields.at(0).dtype); }
 };
@@ -141,12 +149,14 @@ inline constexpr uint64_t kReaderFlagHistory = 4;
 inline constexpr uint64_t kReaderFlagRetention = 8;
 // Reader flag: the manifest has the probability with which a step stores a row. A release without the flag would store all.
 inline constexpr uint64_t kReaderFlagAdmission = 16;
+// Reader flag: segments have counts of ids that are not stored yet. A release without the flag would lose them.
+inline constexpr uint64_t kReaderFlagCounts = 32;
 // Writer flag: the table belongs to a run, which commits it with others.
 inline constexpr uint64_t kWriterFlagRun = 1;
 // Writer flag: a copy made this commit (copy.h). A writer's own commits do not have the flag.
 inline constexpr uint64_t kWriterFlagCopy = 2;
 inline constexpr uint64_t kKnownReaderFlags = kReaderFlagNarrowSlots | kReaderFlagScratch | kReaderFlagHistory |
-                                              kReaderFlagRetention | kReaderFlagAdmission;
+                                              kReaderFlagRetention | kReaderFlagAdmission | kReaderFlagCounts;
 inline constexpr uint64_t kKnownWriterFlags = kWriterFlagRun | kWriterFlagCopy;
 
 bool has_narrow_slots(const std::vector<Field>& fields);

@@ -96,7 +96,7 @@ void segment(const uint8_t* data, size_t size) {
     // All bytes that it names are inside the chunk.
     must(trailer.begin < trailer.end && trailer.end == end);
     must(trailer.index_offset >= trailer.begin);
-    must(trailer.index_offset + chunk_index_bytes(trailer.count) <= end - kChunkTrailerBytes);
+    must(trailer.index_offset + trailer.index_bytes() <= end - kChunkTrailerBytes);
     if (trailer.kind == ChunkKind::kData) {
       must(trailer.first_slot * stride >= trailer.begin);
       must((trailer.first_slot + trailer.count) * stride <= trailer.index_offset);

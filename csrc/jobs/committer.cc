@@ -25,13 +25,16 @@ Manifest Committer::manifest_now(uint64_t epoch) const {
   manifest.next_segment = log->next_segment();
   table_.define(&manifest);
   manifest.stored_rows = table_.store->directory().stored_rows();
+  manifest.has_counts |= table_.has_counts();
+  manifest.counted_ids = table_.store->directory().counted_rows();
+  manifest.counts_since = table_.store->counts().since();
   manifest.keep.clear();
   manifest.meta = table_.meta;
   manifest.deletions_from = table_.store->compactor().deletions_from();
   manifest.segments.clear();
   for (const auto& [id, segment] : log->segments()) {
     if (segment->is_ending) continue;  // not complete yet
-    if (segment->live > 0 || segment->tombstones > 0) manifest.segments.push_back({segment->id, segment->epoch, segment->bytes});
+    if (segment->live > 0 || segment->others() > 0) manifest.segments.push_back({segment->id, segment->epoch, segment->bytes});
   }
   return manifest;
 }
@@ -165,7 +168,7 @@ void Committer::make_durable(Job* job) {
     const auto guard = table_.lock.slice();
     log->mark_synced(unsynced);
     for (const auto& [id, segment] : log->segments()) {
-      if (segment->is_ending && segment->records + segment->tombstones > 0) manifest.segments.push_back({id, segment->epoch, segment->bytes});
+      if (segment->is_ending && segment->records + segment->others() > 0) manifest.segments.push_back({id, segment->epoch, segment->bytes});
     }
     manifest.next_segment = log->next_segment();
   }

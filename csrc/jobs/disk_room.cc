@@ -87,9 +87,9 @@ void DiskRoom::make_room_for_stored(const int64_t* ids, size_t n) {
       continue;
     }
     // Refused calls append nothing, so compaction would not start by itself.
-    const uint64_t tombstones = table_.store->compactor().tombstones();
-    if (tombstones > 0) table_.store->compaction().compact_all();
-    if (table_.store->compactor().tombstones() < tombstones) continue;
+    const uint64_t tombstones = table_.store->compactor().tombstones(), counts = table_.store->compactor().counts();
+    if (tombstones + counts > 0) table_.store->compaction().compact_all();
+    if (table_.store->compactor().tombstones() + table_.store->compactor().counts() < tombstones + counts) continue;
     throw table_.out_of_disk(std::to_string(stored) + " stored rows are more than its limit of disk=" +
                           std::to_string(disk().limit()) + " bytes has room for, in addition to " +
                           std::to_string(disk().snapshot_bytes()) + " bytes of snapshots and " +

@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "base/failpoints.h"
+#include "base/fault.h"
 #include "directory/checkpoint.h"
 #include "directory/replay.h"
 
@@ -30,11 +31,12 @@ bool is_known(const std::vector<SegmentCounts>& segments, uint64_t segment) {
 void IndexSnapshots::load(const Manifest& manifest, size_t scratch_bytes) {
   Log* const log = table_.store->log();
   Directory* const directory = &table_.store->directory();
+  const CountRule counts{.are_kept = table_.options.writable, .since = manifest.counts_since};
   LoadedCheckpoint loaded;
   if (!manifest.checkpoints.empty()) {
     const uint64_t most_rows = manifest.deletions_from > 0 ? table_.max_rows() : manifest.stored_rows;
     loaded = load_checkpoint(table_.vfs, table_.path, manifest.checkpoints.back(), log, directory, table_.spec.num_rows,
-                             most_rows, scratch_bytes);
+                             most_rows, scratch_bytes, counts);
   }
   failpoint("open.checkpoint");
   std::vector<Segment*> later;
@@ -50,7 +52,7 @@ void IndexSnapshots::load(const Manifest& manifest, size_t scratch_bytes) {
       --segment->live;
     }
   };
-  table_.counts.indexed_records += Replay{log, directory, table_.spec.num_rows, manifest.next_version, scratch_bytes, nullptr, give_up}.run(later);
+  table_.counts.indexed_records += Replay{log, directory, table_.spec.num_rows, manifest.next_version, scratch_bytes, nullptr, give_up, counts}.run(later);
   if (lost > 0) {
     throw Error(ErrorKind::kCorruption, "table '" + table_.name + "': " + std::to_string(lost) + " rows of " +
                                             directory_name(manifest.checkpoints.back().file) +
@@ -68,13 +70,13 @@ void IndexSnapshots::load(const Manifest& manifest, size_t scratch_bytes) {
 uint64_t IndexSnapshots::records_to_replay() const {
   uint64_t records = 0;
   for (const auto& [id, segment] : table_.store->log()->segments()) {
-    if (segment->epoch >= replay_epoch_) records += segment->records + segment->tombstones;
+    if (segment->epoch >= replay_epoch_) records += segment->records + segment->others();
   }
   return records;
 }
 
 bool IndexSnapshots::is_superfluous() const {
-  return replay_epoch_ > 0 && table_.store->directory().stored_rows() < checkpoint_rows;
+  return replay_epoch_ > 0 && table_.store->directory().num_entries() < checkpoint_rows;
 }
 
 // Later snapshots have later epochs.
@@ -97,7 +99,7 @@ void IndexSnapshots::consider() {
   std::unique_ptr<std::thread> before;
   {
     const auto guard = table_.lock.slice();
-    const size_t stored = table_.store->directory().stored_rows();
+    const size_t stored = table_.store->directory().num_entries();
     if (stop_ || is_under_way_ || ready_.has_value() || stored < checkpoint_rows) return;
     uint64_t bytes = stored * (sizeof(int64_t) + kPackedEntryBytes);
     if (table_.spec.num_rows > 0) bytes = std::min(bytes, static_cast<uint64_t>(table_.spec.num_rows) * kPackedEntryBytes);
@@ -178,12 +180,13 @@ std::optional<CheckpointEntry> IndexSnapshots::write(Walk* walk) {
     header.piece_bytes = vfs::round_down(std::clamp<size_t>(table_.store->plan().total_bytes / 256, 4u << 10, 256u << 10), 4096);
     walk->parts = directory.num_parts();
     const uint64_t dense = static_cast<uint64_t>(std::max<int64_t>(0, table_.spec.num_rows)) * kPackedEntryBytes;
-    const bool is_dense = directory.has_ranges() && dense <= directory.stored_rows() * (sizeof(int64_t) + kPackedEntryBytes);
-    header.form = is_dense ? DirectoryForm::kDense : DirectoryForm::kPairs;
-    header.num_entries = is_dense ? static_cast<uint64_t>(table_.spec.num_rows) : 0;
+    const bool is_dense = directory.has_ranges() && directory.counted_rows() == 0 && dense <= directory.stored_rows() * (sizeof(int64_t) + kPackedEntryBytes);
+    header.form = table_.has_counts() ? DirectoryForm::kCountedPairs : is_dense ? DirectoryForm::kDense : DirectoryForm::kPairs;
+    header.num_entries = header.is_dense() ? static_cast<uint64_t>(table_.spec.num_rows) : 0;
     for (const auto& [id, segment] : log.segments()) {
       if (segment->epoch >= header.replay_epoch) continue;
-      segments.push_back({id, static_cast<uint32_t>(segment->records), static_cast<uint32_t>(segment->tombstones)});
+      segments.push_back({id, static_cast<uint32_t>(segment->records), static_cast<uint32_t>(segment->tombstones),
+                          static_cast<uint32_t>(segment->counts)});
     }
   }
   failpoint("checkpoint.started");
@@ -209,7 +212,12 @@ std::optional<CheckpointEntry> IndexSnapshots::write(Walk* walk) {
     size_t kept = 0;
     uint64_t last = ~0ull;  // neighbours are mostly in one segment
     for (size_t i = 0; i < rows.size(); ++i) {
-      if (entries[i] == kAbsent) continue;
+      if (entries[i] == kAbsent || (is_count(entries[i]) && fault_is("checkpoint_without_counts"))) continue;
+      if (is_count(entries[i])) {
+        rows[kept] = rows[i];
+        entries[kept++] = entries[i];
+        continue;
+      }
       const uint64_t segment = position_of(entries[i]) / slots;
       if (segment != last && !is_known(segments, segment)) continue;
       last = segment;
@@ -231,7 +239,7 @@ bool IndexSnapshots::is_worth_closing_with() const {
                             table_.is_definition_committed();  // a commit would change it
   // An unchanged copy must keep its flag, and a kept commit must stay the newest one.
   const bool may_commit = (table_.committed.writer_flags & kWriterFlagCopy) == 0 && table_.committed.keep.empty();
-  const size_t stored = table_.store->directory().stored_rows();
+  const size_t stored = table_.store->directory().num_entries();
   return is_committed && may_commit && stored >= checkpoint_rows &&
          table_.store->disk().has_bytes(DiskBudget::index_snapshot_estimate(stored)) &&
          records_to_replay() >= kWorthClosing * checkpoint_rows;
@@ -274,7 +282,7 @@ void IndexSnapshots::committed_ready() {
 }
 
 void IndexSnapshots::count_bytes() {
-  const uint64_t estimate = DiskBudget::index_snapshot_estimate(table_.store->directory().stored_rows());
+  const uint64_t estimate = DiskBudget::index_snapshot_estimate(table_.store->directory().num_entries());
   table_.store->disk().set_index_snapshot_bytes((ready_.has_value() ? ready_->bytes : 0) + (is_under_way_ ? estimate : 0));
 }
 

@@ -19,13 +19,17 @@ void RamSnapshots::drop(const std::string& name) {
 }
 
 void RamSnapshots::keep(const std::string& name) {
-  RamSnapshot snapshot{name, table_.committed.epoch, table_.step, table_.event_clock, table_.meta, {}, {}};
+  RamSnapshot snapshot{name, table_.committed.epoch, table_.step, table_.event_clock, table_.meta, {}, {}, table_.store->counts().since(), {}, {}};
   Cache& cache = table_.store->cache();
   for (uint32_t frame = 0; frame < cache.high_water(); ++frame) {
     if (cache.info(frame).row < 0) continue;
     snapshot.rows.push_back(cache.info(frame).row);
     snapshot.records.insert(snapshot.records.end(), cache.record(frame), cache.record(frame) + table_.payload_bytes);
   }
+  table_.store->counts().each([&](int64_t row, Entry count) {
+    snapshot.counted.push_back(row);
+    snapshot.counts.push_back(count);
+  });
   std::erase_if(snapshots_, [&name](const RamSnapshot& old) { return old.name == name; });
   snapshots_.push_back(std::move(snapshot));
 }

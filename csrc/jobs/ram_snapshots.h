@@ -20,12 +20,15 @@ struct RamSnapshot {
   std::string meta;
   std::vector<int64_t> rows;
   std::vector<std::byte> records;
+  int64_t counts_since = 0;
+  std::vector<int64_t> counted;
+  std::vector<Entry> counts;
 };
 
 class RamSnapshots {
  public:
   explicit RamSnapshots(TableState& table)
-      : table_(table), start_{"", 0, 0, table.spec.retention.first_time(), "{}", {}, {}} {}
+      : table_(table), start_{"", 0, 0, table.spec.retention.first_time(), "{}", {}, {}, 0, {}, {}} {}
   RamSnapshots(const RamSnapshots&) = delete;
   RamSnapshots& operator=(const RamSnapshots&) = delete;
 

@@ -171,7 +171,7 @@ Chunk& Log::chunk_for(Stream* stream) {
 
 uint64_t Log::checked_position(const Chunk& chunk, uint64_t slot) const {
   const uint64_t place = position(chunk.segment->id, slot);
-  if (place > (1ull << 40) - (1ull << 32) - 2) {
+  if (place > kMaxPosition) {
     throw Error(ErrorKind::kInvalid, "the log is full: record number " + std::to_string(place) + " needs more than 40 bits");
   }
   return place;
@@ -239,24 +239,29 @@ size_t Log::append_to(Stream* stream, const Source* sources, size_t n, uint64_t*
   return n;
 }
 
-// A chunk of tombstones has as many ids as a chunk of records, so that its index takes no more memory.
-void Log::append_tombstones(const int64_t* ids, const uint64_t* versions, size_t n) {
+// A chunk without records has as many ids as a chunk of records, so that its index takes no more memory.
+void Log::append_others(const int64_t* ids, const uint64_t* versions, const uint64_t* counts, size_t n) {
   for (size_t done = 0; done < n;) {
     if (running_.chunk != nullptr && !running_.chunk->ids.empty()) close_chunk(&running_);
     if (running_.chunk == nullptr) open_chunk(&running_);
     Chunk& chunk = *running_.chunk;
-    chunk.kind = ChunkKind::kTombstone;
+    chunk.kind = counts != nullptr ? ChunkKind::kCount : ChunkKind::kTombstone;
     const size_t count = std::min(n - done, chunk.capacity);
     chunk.ids.assign(ids + done, ids + done + count);
     for (size_t i = 0; i < count; ++i) {
       chunk.versions.push_back(versions != nullptr ? versions[done + i] : running_.next_version++);
     }
-    const uint64_t oldest = *std::min_element(chunk.versions.begin(), chunk.versions.end());
     Segment& segment = *chunk.segment;
-    segment.oldest_tombstone = segment.tombstones == 0 ? oldest : std::min(segment.oldest_tombstone, oldest);
-    segment.tombstones += count;
-    stats_.written_tombstones += count;
-    close_chunk(&running_);
+    if (counts == nullptr) {
+      const uint64_t oldest = *std::min_element(chunk.versions.begin(), chunk.versions.end());
+      segment.oldest_tombstone = segment.tombstones == 0 ? oldest : std::min(segment.oldest_tombstone, oldest);
+      segment.tombstones += count;
+      stats_.written_tombstones += count;
+    } else {
+      segment.counts += count;
+      stats_.written_counts += count;
+    }
+    close_chunk(&running_, counts != nullptr ? counts + done : nullptr);
     done += count;
   }
 }
@@ -268,7 +273,7 @@ uint64_t Log::tombstone_disk_bytes(uint64_t n) const {
   return bytes + (1 + bytes / layout_.segment_bytes()) * kSegmentHeaderBytes;
 }
 
-void Log::close_chunk(Stream* stream) {
+void Log::close_chunk(Stream* stream, const uint64_t* counts) {
   Chunk& chunk = *stream->chunk;
   const size_t n = chunk.ids.size();
   const size_t records = chunk.kind == ChunkKind::kData ? n : 0;
@@ -278,14 +283,15 @@ void Log::close_chunk(Stream* stream) {
   trailer.begin = chunk.begin;
   trailer.first_slot = chunk.first_slot;
   trailer.index_offset = (chunk.first_slot + records) * layout_.stride;
-  trailer.end = round_up(trailer.index_offset + chunk_index_bytes(n) + kChunkTrailerBytes, kBlockBytes);
   trailer.count = static_cast<uint32_t>(n);
+  trailer.end = round_up(trailer.index_offset + trailer.index_bytes() + kChunkTrailerBytes, kBlockBytes);
   std::byte* base = chunk.memory.data();
   std::byte* index = base + (trailer.index_offset - chunk.begin);
   std::memset(index, 0, trailer.end - trailer.index_offset);
   std::memcpy(index, chunk.ids.data(), n * 8);
   std::memcpy(index + n * 8, chunk.versions.data(), n * 8);
-  trailer.index_crc = kernels().crc32c(0, index, chunk_index_bytes(n));
+  if (counts != nullptr) std::memcpy(index + n * 16, counts, n * 8);
+  trailer.index_crc = kernels().crc32c(0, index, trailer.index_bytes());
   encode_chunk_trailer(trailer, layout_.uuid, chunk.segment->id, base + (trailer.end - chunk.begin - kChunkTrailerBytes));
   chunk.end = trailer.end;
   chunk.segment->bytes = trailer.end;

@@ -89,9 +89,10 @@ class Log {
     const std::byte* payload;
   };
   size_t append(const Source* sources, size_t n, uint64_t* positions);
-  // Appends tombstones of n ids, in chunks of their own, of the running epoch. `versions`: null for the next versions;
-  // compaction passes those that the tombstones had. When it throws, some may have been appended.
-  void append_tombstones(const int64_t* ids, const uint64_t* versions, size_t n);
+  // Appends tombstones of n ids or, where `counts` is not null, their counts, which are directory entries; in chunks of
+  // their own, of the running epoch. `versions`: null for the next versions; compaction passes those that the
+  // tombstones or counts had. When it throws, some may have been appended.
+  void append_others(const int64_t* ids, const uint64_t* versions, const uint64_t* counts, size_t n);
   // Most bytes that n tombstones take on disk when they are appended in one call.
   uint64_t tombstone_disk_bytes(uint64_t n) const;
   // The payload of a record that is still in memory, or null when it is on disk.
@@ -166,7 +167,7 @@ class Log {
   void open_chunk(Stream* stream);
   size_t chunk_capacity(uint64_t begin) const;
   size_t tombstones_in_chunk() const { return std::max<size_t>(1, memory_.chunk_bytes / (layout_.stride + 16)); }
-  void close_chunk(Stream* stream);
+  void close_chunk(Stream* stream, const uint64_t* counts = nullptr);
 
   vfs::Vfs& vfs_;
   const LogLayout layout_;

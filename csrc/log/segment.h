@@ -30,6 +30,7 @@ struct Segment {
   uint64_t records = 0;      // data records ever appended
   uint64_t live = 0;         // records that are the newest of their row
   uint64_t tombstones = 0;   // ids deleted here; the segment stays while it has any
+  uint64_t counts = 0;       // counts of ids here, newest ones or not; the segment stays while it has any
   uint64_t oldest_tombstone = 0;  // a lower bound of their versions
   bool is_sealed = true;
   bool needs_sync = false;   // has writes that no fdatasync covered
@@ -37,6 +38,7 @@ struct Segment {
   bool is_ending = false;    // of the epoch being committed: the manifest will name it even without live records
   std::vector<ChunkTrailer> chunks;  // first to last, once known; 80 bytes for each chunk
   std::shared_ptr<vfs::CachedFile> file;
+  uint64_t others() const { return tombstones + counts; }  // what it has without a record
 };
 
 struct LogStats {
@@ -48,7 +50,8 @@ struct LogStats {
   uint64_t written_bytes = 0;  // chunks, headers included
   uint64_t written_records = 0;
   uint64_t written_tombstones = 0;
-  uint64_t appended() const { return written_records + written_tombstones; }
+  uint64_t written_counts = 0;
+  uint64_t appended() const { return written_records + written_tombstones + written_counts; }
   double read_wait_s = 0.0;
 };
 

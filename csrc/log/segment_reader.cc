@@ -61,10 +61,10 @@ uint64_t SegmentReader::find_chunks(const Segment& segment, std::vector<ChunkTra
 }
 
 void SegmentReader::read_index(Segment& segment, const ChunkTrailer& chunk, Span* span, std::vector<int64_t>* ids,
-                     std::vector<uint64_t>* versions) {
-  read_span(segment, chunk.index_offset, chunk_index_bytes(chunk.count), span);
+                               std::vector<uint64_t>* versions, std::vector<uint64_t>* counts) {
+  read_span(segment, chunk.index_offset, chunk.index_bytes(), span);
   const std::byte* bytes = span->memory.data() + (chunk.index_offset - span->begin);
-  if (kernels().crc32c(0, bytes, chunk_index_bytes(chunk.count)) != chunk.index_crc) {
+  if (kernels().crc32c(0, bytes, chunk.index_bytes()) != chunk.index_crc) {
     throw Error(ErrorKind::kCorruption, "segment " + segment.file->path() + ": the index of the chunk at byte " +
                                             std::to_string(chunk.begin) + " fails its checksum");
   }
@@ -72,6 +72,10 @@ void SegmentReader::read_index(Segment& segment, const ChunkTrailer& chunk, Span
   versions->resize(chunk.count);
   std::memcpy(ids->data(), bytes, chunk.count * size_t{8});
   std::memcpy(versions->data(), bytes + chunk.count * size_t{8}, chunk.count * size_t{8});
+  if (counts != nullptr) {
+    counts->resize(chunk.kind == ChunkKind::kCount ? chunk.count : 0);
+    std::memcpy(counts->data(), bytes + chunk.count * size_t{16}, counts->size() * 8);
+  }
   const auto stray = std::find_if(ids->begin(), ids->end(), [this](int64_t id) { return static_cast<uint64_t>(id) >= ids_end_; });
   if (stray == ids->end()) return;
   throw Error(ErrorKind::kCorruption, "segment " + segment.file->path() + ": the chunk at byte " + std::to_string(chunk.begin) +

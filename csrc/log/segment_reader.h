@@ -27,9 +27,9 @@ class SegmentReader {
   void read_span(Segment& segment, uint64_t begin, size_t bytes, Span* span);
   // read_index() refuses ids from `end` on, because its callers look them up in a directory of that size.
   void set_ids_end(uint64_t end) { ids_end_ = end; }
-  // Ids and versions of a chunk, verified.
+  // Ids and versions of a chunk, verified. `counts`, unless null, is empty for a chunk of another kind than kCount.
   void read_index(Segment& segment, const ChunkTrailer& chunk, Span* span, std::vector<int64_t>* ids,
-                  std::vector<uint64_t>* versions);
+                  std::vector<uint64_t>* versions, std::vector<uint64_t>* counts = nullptr);
   // Returns records [from, from + n) of a chunk, verified and stride() bytes apart, valid until `span` is used again.
   const std::byte* read_records(Segment& segment, const ChunkTrailer& chunk, size_t from, size_t n, const int64_t* ids,
                                 Span* span);

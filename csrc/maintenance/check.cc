@@ -109,7 +109,7 @@ class SegmentCheck {
   void check_chunk(const ChunkTrailer& chunk, const At& at) {
     try {
       log_->reader().read_index(*segment_, chunk, &span_, &ids_, &versions_);
-      check_zeros(chunk.index_offset + chunk_index_bytes(chunk.count), chunk.end - kChunkTrailerBytes);
+      check_zeros(chunk.index_offset + chunk.index_bytes(), chunk.end - kChunkTrailerBytes);
     } catch (const Error& error) {
       report("chunk", static_cast<int64_t>(chunk.index_offset), error.what());
       return;
@@ -364,8 +364,14 @@ class TableCheck {
       try {
         Log log(vfs_, path_, manifest.uuid, manifest.payload_bytes, manifest.slots_per_segment, small_memory());
         log.adopt(manifest.segments);
-        const uint64_t rows = bunkbed::count_rows(&log, manifest.num_rows, manifest.next_version, ram_bytes_,
-                                                  [this] { advance(0); });
+        const auto [rows, counted] = bunkbed::count_rows(&log, manifest.num_rows, manifest.next_version, ram_bytes_,
+                                                         {.since = manifest.counts_since}, [this] { advance(0); });
+        if (counted != manifest.counted_ids) {
+          report({"rows", manifest_name(epoch), -1,
+                  "commit " + std::to_string(epoch) + ": its segments hold counts of " + std::to_string(counted) +
+                      " ids that are not stored, the manifest says " + std::to_string(manifest.counted_ids),
+                  {epoch}});
+        }
         if (rows != manifest.stored_rows) {
           report({"rows", manifest_name(epoch), -1,
                   "commit " + std::to_string(epoch) + ": its segments hold " + std::to_string(rows) +

@@ -23,7 +23,11 @@ TableState::TableState(vfs::Vfs& vfs, std::string path, std::string name, const 
       manifests(vfs, this->path),
       lock(this->name) {}
 
-size_t TableState::piece_ids() const { return std::max<size_t>(64, store->plan().scratch_bytes / kScratchPerId); }
+size_t TableState::piece_ids() const {
+  const size_t scratch = store->plan().scratch_bytes;
+  const size_t counts = spec.retention.admit_from > 0 ? scratch / 4 : 0;  // the most of Counts::room()
+  return std::max<size_t>(64, (scratch - counts) / kScratchPerId);
+}
 
 void TableState::require_usable() const {
   if (is_closed) throw Error(ErrorKind::kClosed, "table '" + name + "' is closed; open it again");

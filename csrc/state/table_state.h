@@ -109,6 +109,11 @@ struct TableState {
   bool is_definition_committed() const REQUIRES(lock) {
     return spec.optimizer == committed.optimizer && spec.retention == committed.retention && event_clock == committed.clock;
   }
+  // Whether the table has counts, or its files may have some, so that releases without these must not open it.
+  bool has_counts() const REQUIRES(lock) {
+    return committed.has_counts || spec.retention.admit_from > 0 || store->directory().counted_rows() > 0 ||
+           store->counts().since() > 0 || (store->log() != nullptr && store->compactor().counts() > 0);
+  }
   bool has_files() const REQUIRES(lock) { return store->log() != nullptr && !spec.is_scratch; }
   // Whether a row may be evicted. If not, a lookup need not touch frames.
   bool may_evict() const REQUIRES(lock) {

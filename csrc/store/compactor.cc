@@ -15,11 +15,11 @@ namespace {
 constexpr size_t kMergeWidth = 4;  // segments of a tier, and the factor between two tiers
 constexpr uint64_t kSmallestTier = 2 * vfs::kBlockBytes;  // a segment of one record
 
-bool has_content(const Segment& segment) { return segment.live > 0 || segment.tombstones > 0; }
+bool has_content(const Segment& segment) { return segment.live > 0 || segment.others() > 0; }
 
 // The bytes that emptying the segment appends.
 uint64_t content_bytes(const Segment& segment, uint64_t record_bytes) {
-  return segment.live * record_bytes + chunk_index_bytes(segment.tombstones);
+  return segment.live * record_bytes + chunk_index_bytes(segment.tombstones) + count_index_bytes(segment.counts);
 }
 
 size_t tier_of(uint64_t bytes) { return (std::bit_width(std::max(bytes / kSmallestTier, uint64_t{1})) - 1) / 2; }
@@ -48,6 +48,19 @@ uint64_t Compactor::tombstones() const {
   return count;
 }
 
+uint64_t Compactor::counts() const {
+  uint64_t count = 0;
+  for (const auto& [id, segment] : log_->segments()) count += segment->counts;
+  return count;
+}
+
+bool Compactor::has_too_many_counts() const {
+  const uint64_t found = counts();
+  if (found == 0) return false;
+  const uint64_t allowed = 2 * std::max<uint64_t>(directory_->counted_rows(), counts_left_);
+  return count_index_bytes(found) > count_index_bytes(allowed) + compaction_slack_bytes.load(std::memory_order_relaxed);
+}
+
 bool Compactor::has_too_many_tombstones() const {
   const double allowed = kMostTombstones * static_cast<double>(directory_->stored_rows() * (log_->stride() + 16)) +
                          static_cast<double>(compaction_slack_bytes.load(std::memory_order_relaxed));
@@ -63,7 +76,7 @@ bool Compactor::has_too_many_segments() const {
 // make compaction move the rest of the log.
 uint64_t Compactor::settled_bytes() const {
   const uint64_t records = std::max(live_bytes(), directory_->stored_rows() * (log_->stride() + 16));
-  return records + chunk_index_bytes(tombstones());
+  return records + chunk_index_bytes(tombstones()) + count_index_bytes(counts());
 }
 
 double Compactor::goal_now() const {
@@ -87,7 +100,8 @@ bool Compactor::has_too_many_bytes() const {
 
 bool Compactor::is_needed() const {
   if (log_ == nullptr) return false;
-  return segment_ != 0 || !merging_.empty() || has_too_many_bytes() || has_too_many_segments() || has_too_many_tombstones();
+  return segment_ != 0 || !merging_.empty() || has_too_many_bytes() || has_too_many_segments() || has_too_many_tombstones() ||
+         counts_round_ != 0 || has_too_many_counts();
 }
 
 // Runs a read of the chosen segment. When the read fails, the segment is never chosen again and the error is dropped,
@@ -106,7 +120,7 @@ bool Compactor::read_or_set_aside(Call&& call) {
 
 bool Compactor::may_choose(const Segment& segment) const {
   // A segment of the commit under way (is_ending) stays even when it is empty, so it would be chosen again and again.
-  if (!segment.is_sealed || segment.is_ending || segment.records + segment.tombstones == 0) return false;
+  if (!segment.is_sealed || segment.is_ending || segment.records + segment.others() == 0) return false;
   if (damaged_.contains(segment.id) || log_->buffers().is_being_written(segment)) return false;
   return !may_empty_ || may_empty_(segment, named_.contains(segment.id));
 }
@@ -152,7 +166,7 @@ const Segment* Compactor::pick_for_purge() {
     purge_version_ = log_->next_version();
     purging_.clear();
     for (const auto& [id, segment] : log_->segments()) {
-      if (segment->live < segment->records && !fault_is("purge_too_early")) purging_.insert(id);
+      if ((segment->live < segment->records || segment->counts > 0) && !fault_is("purge_too_early")) purging_.insert(id);
     }
   }
   for (const uint64_t id : purging_) {
@@ -167,20 +181,56 @@ void Compactor::append_kept_tombstones(const Segment& segment) {
   const bool may_drop = purged_version_ > 0 && segment.oldest_tombstone < purged_version_;
   const KeptTombstones kept = may_drop && kept_tombstones_ ? kept_tombstones_() : KeptTombstones{};
   const uint64_t end = may_drop && segment.epoch < kept.epoch ? std::min(purged_version_, kept.version) : 0;
-  std::vector<int64_t> ids;
-  std::vector<uint64_t> versions;
+  std::vector<int64_t> ids, counted;
+  std::vector<uint64_t> versions, counts;
   uint64_t deletions_from = deletions_from_;
   for (size_t i = 0; i < ids_.size(); ++i) {
-    if (directory_->find(ids_[i]) != kAbsent) continue;
+    const Entry entry = directory_->find(ids_[i]);
+    if (is_stored(entry)) continue;
     if (versions_[i] < end) {
       deletions_from = std::max(deletions_from, versions_[i] + 1);
     } else {
       ids.push_back(ids_[i]);
       versions.push_back(versions_[i]);
+      if (!is_count(entry)) continue;
+      counted.push_back(ids_[i]);
+      counts.push_back(entry);
     }
   }
-  log_->append_tombstones(ids.data(), versions.data(), ids.size());
+  log_->append_others(ids.data(), versions.data(), nullptr, ids.size());
+  log_->append_others(counted.data(), nullptr, counts.data(), counted.size());  // above the tombstone: see replay.h
   deletions_from_ = deletions_from;
+}
+
+// The next segment of step 9; null where there is none. Begins a round, and ends it.
+const Segment* Compactor::pick_for_counts() {
+  if (counts_round_ == 0 && has_too_many_counts()) counts_round_ = log_->next_segment();
+  if (counts_round_ == 0) return nullptr;
+  bool is_over = true;
+  for (const auto& [id, segment] : log_->segments()) {
+    if (id >= counts_round_ || segment->counts == 0 || damaged_.contains(id)) continue;
+    is_over = false;
+    if (may_choose(*segment)) return segment.get();
+  }
+  if (!is_over) return nullptr;
+  counts_round_ = 0;
+  counts_left_ = counts();
+  return nullptr;
+}
+
+// Of the chunk that was read: appends the counts again that the directory has.
+void Compactor::append_live_counts() {
+  if (fault_is("counts_not_moved")) return;
+  const bool outranks = fault_is("counts_outrank");
+  size_t kept = 0;
+  for (size_t i = 0; i < ids_.size(); ++i) {
+    const Entry entry = directory_->find(ids_[i]);
+    if (outranks ? !is_count(entry) : entry != counts_[i]) continue;
+    ids_[kept] = ids_[i];
+    versions_[kept] = versions_[i];
+    counts_[kept++] = counts_[i];
+  }
+  log_->append_others(ids_.data(), outranks ? nullptr : versions_.data(), counts_.data(), kept);
 }
 
 uint64_t Compactor::begin_merge() {
@@ -189,7 +239,7 @@ uint64_t Compactor::begin_merge() {
   uint64_t records = 0;
   for (const uint64_t id : merging_) {
     const Segment* const segment = log_->find_segment(id);
-    records += segment->records + segment->tombstones;
+    records += segment->records + segment->others();
   }
   return records;
 }
@@ -223,7 +273,9 @@ bool Compactor::pick(const MayEmpty* among) {
     if (among != nullptr && !(*among)(*segment, named_.contains(id))) continue;
     // With `among`, bytes count: the small segments of small commits are mostly header and padding.
     const uint64_t record_bytes = among == nullptr ? log_->stride() + 16 : log_->record_disk_bytes();
-    const uint64_t bytes = among == nullptr ? segment->records * record_bytes + chunk_index_bytes(segment->tombstones) : segment->bytes;
+    const uint64_t bytes = among == nullptr ? segment->records * record_bytes + chunk_index_bytes(segment->tombstones) +
+                                                        count_index_bytes(segment->counts)
+                                                  : segment->bytes;
     const double part = static_cast<double>(content_bytes(*segment, record_bytes)) / static_cast<double>(bytes);
     if (part < best_part) {
       best = segment.get();
@@ -231,6 +283,7 @@ bool Compactor::pick(const MayEmpty* among) {
     }
   }
   if (best == nullptr && among == nullptr) best = pick_for_purge();
+  if (best == nullptr && among == nullptr) best = pick_for_counts();
   return best != nullptr && begin(best);
 }
 
@@ -312,12 +365,13 @@ size_t Compactor::look(size_t n, size_t buffer_bytes) {
             const bool is_there = span_.segment == segment_ && span_.begin <= chunk.begin && chunk.end <= span_.end;
             if (!is_there) log_->reader().read_span(*segment, chunk.begin, buffer_bytes, &span_);
           }
-          log_->reader().read_index(*segment, chunk, &span_, &ids_, &versions_);
+          log_->reader().read_index(*segment, chunk, &span_, &ids_, &versions_, &counts_);
         })) {
       return 1;
     }
     const bool has_records = chunk.kind == ChunkKind::kData;
-    if (!has_records) append_kept_tombstones(*segment);
+    if (chunk.kind == ChunkKind::kTombstone) append_kept_tombstones(*segment);
+    if (chunk.kind == ChunkKind::kCount) append_live_counts();
     const size_t fits = std::max<size_t>(1, buffer_bytes / log_->stride());
     const size_t count = has_records ? std::min({n, fits, ids_.size() - record_}) : ids_.size();
 
@@ -373,7 +427,7 @@ size_t Compactor::look(size_t n, size_t buffer_bytes) {
       ids_.clear();
     }
     if (chunk_ == chunks_.size()) {
-      segment->tombstones = 0;  // all that are needed were appended again
+      segment->tombstones = segment->counts = 0;  // all that are needed were appended again
       if (segment->live > 0) damaged_.insert(segment_);  // it counts records that it does not have
     }
     if (has_content(*segment) && chunk_ < chunks_.size()) return std::max<size_t>(1, looked);
@@ -422,7 +476,7 @@ uint64_t Compactor::named_bytes() const {
 void Compactor::drop_dead_segments() {
   std::vector<uint64_t> dead;
   for (const auto& [id, segment] : log_->segments()) {
-    if (!segment->is_sealed || segment->is_ending || segment->live > 0 || segment->tombstones > 0) continue;
+    if (!segment->is_sealed || segment->is_ending || has_content(*segment)) continue;
     if (id != segment_ && !log_->buffers().is_being_written(*segment)) dead.push_back(id);
   }
   for (const uint64_t id : dead) {

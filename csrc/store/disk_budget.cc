@@ -61,8 +61,8 @@ void DiskBudget::set_limit(uint64_t bytes, size_t commits, uint64_t num_rows) {
   log_->set_room([this] { return limit_ - std::min(limit_, used_bytes()); });
   compactor_->set_may_empty([this](const Segment& segment, bool is_named) {
     // Its live records are written a second time before it is removed. A named segment is removed only with its commit.
-    const uint64_t copies = used_bytes() + written_bytes(reserved_rows()) + written_bytes(segment.live) +
-                            log_->tombstone_disk_bytes(segment.tombstones);
+    const uint64_t copies = used_bytes() + unwritten_bytes(held_rows_ + admitted_) + written_bytes(segment.live) +
+                            log_->tombstone_disk_bytes(segment.tombstones) + count_bytes(segment.counts);
     return copies + (is_named ? slack_in_use() : log_->segment_bytes()) <= limit_;
   });
 }
@@ -111,18 +111,29 @@ uint64_t DiskBudget::packed_bytes(uint64_t rows) const {
   return static_cast<uint64_t>(static_cast<double>(rows * log_->record_disk_bytes()) / kWorthMoving);
 }
 
-uint64_t DiskBudget::tombstone_bytes() const { return log_->tombstone_disk_bytes(compactor_->tombstones()); }
+// Of tombstones and counts in the log.
+uint64_t DiskBudget::others_bytes() const {
+  return log_->tombstone_disk_bytes(compactor_->tombstones()) + count_bytes(compactor_->counts() + unwritten_->counts);
+}
+
+// A count takes as much as one and a half tombstones.
+uint64_t DiskBudget::count_bytes(uint64_t n) const { return log_->tombstone_disk_bytes(n + (n + 1) / 2); }
+
+// Of what the log lacks, with so many more rows.
+uint64_t DiskBudget::unwritten_bytes(uint64_t more_rows) const {
+  return written_bytes(unwritten_->total() + more_rows) + count_bytes(unwritten_->counts);
+}
 
 // The bytes without segments' records: the slack and two index snapshots, the last one and the one that replaces it.
 uint64_t DiskBudget::fixed_bytes(uint64_t stored_rows) const { return slack() + 2 * index_snapshot_estimate(stored_rows); }
 
 uint64_t DiskBudget::needed(uint64_t stored_rows) const {
-  return kept_bytes_ + (commits_ + 1) * (packed_bytes(stored_rows) + tombstone_bytes()) + fixed_bytes(stored_rows);
+  return kept_bytes_ + (commits_ + 1) * (packed_bytes(stored_rows) + others_bytes()) + fixed_bytes(stored_rows);
 }
 
 // M of (2).
 uint64_t DiskBudget::most_rows() const {
-  const uint64_t taken = kept_bytes_ + (commits_ + 1) * tombstone_bytes() + fixed_bytes(0);
+  const uint64_t taken = kept_bytes_ + (commits_ + 1) * others_bytes() + fixed_bytes(0);
   if (limit_ <= taken) return 0;
   const double row = static_cast<double>((commits_ + 1) * log_->record_disk_bytes()) / kWorthMoving + 2 * static_cast<double>(index_snapshot_estimate(1) - index_snapshot_estimate(0));
   return std::min(num_rows_, static_cast<uint64_t>(static_cast<double>(limit_ - taken) / row));
@@ -131,9 +142,9 @@ uint64_t DiskBudget::most_rows() const {
 // The most bytes of the log when a commit begins.
 uint64_t DiskBudget::commit_bytes() const {
   const uint64_t rows = std::max(most_rows(), directory_->stored_rows());
-  const uint64_t taken = kept_bytes_ + packed_bytes(rows) + tombstone_bytes() + fixed_bytes(rows);
+  const uint64_t taken = kept_bytes_ + packed_bytes(rows) + others_bytes() + fixed_bytes(rows);
   const uint64_t left = limit_ - std::min(limit_, taken);
-  return std::max(left / commits_, packed_bytes(directory_->stored_rows()) + tombstone_bytes()) + segment_overhead();
+  return std::max(left / commits_, packed_bytes(directory_->stored_rows()) + others_bytes()) + segment_overhead();
 }
 
 uint64_t DiskBudget::needed_with(const LogMemory& memory, uint64_t stored) const {
@@ -144,7 +155,7 @@ uint64_t DiskBudget::needed_with(const LogMemory& memory, uint64_t stored) const
 }
 
 uint64_t DiskBudget::log_bytes() const {
-  uint64_t bytes = written_bytes(unwritten_->total()) + log_->open_bytes();
+  uint64_t bytes = unwritten_bytes(0) + log_->open_bytes();
   for (const auto& [id, segment] : log_->segments()) bytes += kept_.contains(id) ? 0 : segment->bytes;
   return bytes;
 }
@@ -152,7 +163,7 @@ uint64_t DiskBudget::log_bytes() const {
 uint64_t DiskBudget::needed_now() const {
   const uint64_t stored = directory_->stored_rows();
   const uint64_t log = log_bytes() - std::min(log_bytes(), segment_overhead());
-  const uint64_t packed = packed_bytes(stored) + tombstone_bytes();
+  const uint64_t packed = packed_bytes(stored) + others_bytes();
   return kept_bytes_ + commits_ * std::max(log, packed) + packed + fixed_bytes(stored);
 }
 
@@ -164,7 +175,7 @@ uint64_t DiskBudget::needed_for(uint64_t rows) const {
 }
 
 bool DiskBudget::fits(size_t rows, uint64_t borrowed) const {
-  return used_bytes() + written_bytes(unwritten_->total() + held_rows_ + rows) + slack_in_use() <= limit_ + borrowed;
+  return used_bytes() + unwritten_bytes(held_rows_ + rows) + slack_in_use() <= limit_ + borrowed;
 }
 
 bool DiskBudget::has_room_for(const int64_t* rows, size_t n) {
@@ -199,7 +210,9 @@ uint64_t DiskBudget::rows_beyond(const int64_t* rows, size_t n, size_t above, ui
   const uint64_t before = directory_->stored_rows();
   if (!is_limited() || needed(std::min(most, before + n + above)) <= limit_) return 0;
   const std::vector<int64_t> distinct = distinct_rows(rows, n);
-  const size_t absent = absent_rows(*directory_, distinct.data(), distinct.size()).size();
+  std::vector<Entry> entries(distinct.size());
+  directory_->locate(distinct.data(), distinct.size(), entries.data());
+  const auto absent = static_cast<size_t>(std::count_if(entries.begin(), entries.end(), [](Entry entry) { return !is_stored(entry); }));
   const uint64_t stored = std::min(most, before + absent + above);
   return absent > 0 && needed(stored) > limit_ ? stored : 0;
 }

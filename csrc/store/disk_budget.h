@@ -22,6 +22,7 @@ namespace bunkbed {
 struct UnwrittenRows {
   size_t dirty = 0;
   size_t frozen = 0;
+  size_t counts = 0;  // ids whose count the log may lack
   size_t total() const { return dirty + frozen; }
 };
 
@@ -93,12 +94,13 @@ class DiskBudget {
   uint64_t segment_overhead() const;
   uint64_t written_bytes(uint64_t rows) const;
   uint64_t packed_bytes(uint64_t rows) const;
-  uint64_t tombstone_bytes() const;
+  uint64_t others_bytes() const;
   uint64_t fixed_bytes(uint64_t stored_rows) const;
   uint64_t most_rows() const;
   uint64_t commit_bytes() const;
-  uint64_t reserved_rows() const { return unwritten_->total() + held_rows_ + admitted_; }
-  uint64_t reserved_bytes() const { return written_bytes(reserved_rows()) + slack_in_use(); }
+  uint64_t count_bytes(uint64_t n) const;
+  uint64_t unwritten_bytes(uint64_t more_rows) const;
+  uint64_t reserved_bytes() const { return unwritten_bytes(held_rows_ + admitted_) + slack_in_use(); }
   bool fits(size_t rows, uint64_t borrowed = 0) const;
   bool pack_until(const std::function<bool()>& is_enough, const Compactor::MayEmpty& among);
   size_t rows_to_dirty(const int64_t* rows, size_t n) const;

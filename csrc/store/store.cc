@@ -15,6 +15,18 @@ namespace {
 constexpr size_t kAppendBatch = 1024;  // records appended at once
 constexpr size_t kFlushBytes = 1u << 20;
 
+std::string held_entries(const Directory& directory) {
+  const size_t counted = directory.counted_rows();
+  return std::to_string(directory.stored_rows()) + " stored rows" +
+         (counted > 0 ? " and counts of " + std::to_string(counted) + " other ids" : "");
+}
+
+// Whether a step stores a row that is not stored.
+bool is_admitted(const Admission& admission, int64_t row, Entry entry) {
+  if (!admission.counts()) return admission.admits(row);
+  return admission.admits_after(is_count(entry) ? count_of(entry) : 0);
+}
+
 }  // namespace
 
 Store::Store(std::string name, size_t frame_bytes, size_t max_frames, std::unique_ptr<Directory> directory,
@@ -28,7 +40,8 @@ Store::Store(std::string name, size_t frame_bytes, size_t max_frames, std::uniqu
       compactor_(directory_.get(), &cache_, log_.get()),
       compaction_(log_.get(), &compactor_, &plan_),
       disk_(log_.get(), directory_.get(), &cache_, &compactor_, &plan_, &unwritten_),
-      rows_(*directory_, cache_, log_ != nullptr, &stats_) {
+      rows_(*directory_, cache_, log_ != nullptr, &stats_),
+      counts_(directory_.get(), log_.get(), &plan_, &unwritten_) {
   cache_.set_capacity(capacity_for(directory_->bytes()));
 }
 
@@ -53,7 +66,7 @@ void Store::check_budget() const {
   if (plan_.fixed_bytes + minimum_bytes() > plan_.total_bytes) {
     throw Error(ErrorKind::kMemory, "table '" + name_ + "': a RAM budget of " + std::to_string(plan_.total_bytes) +
                                         " bytes is too small for a directory of " +
-                                        std::to_string(directory_->stored_rows()) + " stored rows; it needs ram=" +
+                                        held_entries(*directory_) + "; it needs ram=" +
                                         std::to_string(budget_for(directory_->bytes())) + " at least");
   }
 }
@@ -128,8 +141,7 @@ void Store::make_room_for_rows(const int64_t* rows, size_t n) {
     if (bytes > directory_->bytes() && bytes > most_directory_bytes(plan_, frame_bytes_)) {
       throw Error(ErrorKind::kMemory,
                   "table '" + name_ + "': " + std::to_string(n) + " new rows would make its directory " +
-                      std::to_string(bytes) + " bytes (" + std::to_string(directory_->stored_rows()) +
-                      " rows are stored), more than its RAM budget of " + std::to_string(plan_.total_bytes) +
+                      std::to_string(bytes) + " bytes (it has " + held_entries(*directory_) + "), more than its RAM budget of " + std::to_string(plan_.total_bytes) +
                       " bytes allows; nothing was changed; open it with ram=" + std::to_string(budget_for(bytes)) + " or more");
     }
     const size_t capacity = capacity_for(bytes);
@@ -155,8 +167,8 @@ bool Store::must_shrink_for(const int64_t* rows, size_t n) const {
 
 void Store::reserve_rows(const int64_t* rows, size_t n, const Admission* admission) {
   if (!directory_->grows()) return;
-  std::vector<int64_t> absent = absent_rows(*directory_, rows, n);
-  if (admission != nullptr && !fault_is("admission_by_place")) admission->remove_refused(&absent);
+  std::vector<int64_t> absent = absent_rows(*directory_, rows, n);  // of rows that are counted, none gets a new entry
+  if (admission != nullptr && !admission->counts() && !fault_is("admission_by_place")) admission->remove_refused(&absent);
   make_room_for_rows(absent.data(), absent.size());
 }
 
@@ -169,6 +181,8 @@ void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bo
     if (!overwrite) rows_.count_hits(hits);
     return;  // no frame is evicted before the next pin(), so these rows need no pins
   }
+  refused_.clear();
+  if (create && admission != nullptr && admission->counts()) counts_.make_room(n);
   // Residents first: loading one row of this call must not evict another.
   has_pins_ = true;
   uint64_t admitted = 0, refused = 0;
@@ -177,12 +191,15 @@ void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bo
       cache_.info(frames[i]).pinned = 1;
       continue;
     }
-    if (entries_[i] == kAbsent) {
+    if (!is_stored(entries_[i])) {
       if (!create) continue;
       const int64_t drawn = fault_is("admission_by_place") ? static_cast<int64_t>(i) : rows[i];  // the row, but for the bug
-      const bool is_admitted = admission == nullptr || admission->admits(drawn);
-      ++(is_admitted ? admitted : refused);
-      if (!is_admitted) continue;
+      const bool stores = admission == nullptr || is_admitted(*admission, drawn, entries_[i]);
+      ++(stores ? admitted : refused);
+      if (!stores) {
+        refused_.push_back(static_cast<uint32_t>(i));
+        continue;
+      }
     }
     missing.places.push_back(static_cast<uint32_t>(i));
   }
@@ -192,6 +209,9 @@ void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bo
     stats_.refused_rows += refused;
     stats_.first_touches += refused;
     stats_.unique_rows += refused;
+    if (admission->counts()) {
+      for (const uint32_t i : refused_) counts_.raise(rows[i], entries_[i], admission->now());
+    }
   }
   if (!overwrite) rows_.count_hits(hits);
 }
@@ -236,7 +256,7 @@ void Store::load(const Missing& missing, size_t n, bool create, bool overwrite, 
       frames[i] = frame;
       FrameInfo& info = cache_.info(frame);
       hold_row(frame, rows[i]);
-      if (entries[i] == kAbsent) {
+      if (!is_stored(entries[i])) {
         if (!overwrite) initial_(rows[i], frame_bytes_, cache_.record(frame));
         continue;
       }
@@ -270,7 +290,7 @@ void Store::load(const Missing& missing, size_t n, bool create, bool overwrite, 
     throw;
   }
   for (const uint32_t i : places) {
-    if (entries[i] != kAbsent) continue;
+    if (is_stored(entries[i])) continue;
     cache_.set_dirty(frames[i], true);
     ++unwritten_.dirty;
     directory_->set(rows[i], entry_of_frame(frames[i]));
@@ -294,7 +314,9 @@ void Store::erase(const int64_t* rows, size_t n, bool* wrote) {
   const auto forget = [this](int64_t row) {
     const Entry entry = directory_->find(row);
     uint64_t position = kNoPosition;
-    if (is_frame(entry)) {
+    if (is_count(entry)) {
+      if (fault_is("count_survives_delete")) return;
+    } else if (is_frame(entry)) {
       const uint32_t frame = frame_of(entry);
       position = cache_.info(frame).position;
       if (cache_.is_dirty(frame)) --unwritten_.dirty;
@@ -321,7 +343,7 @@ void Store::erase(const int64_t* rows, size_t n, bool* wrote) {
     for (const uint32_t frame : frames) {
       if (cache_.is_frozen(frame)) write_frozen_frame(frame);  // the commit under way has this row
     }
-    if (log_ != nullptr && !fault_is("lost_tombstone")) log_->append_tombstones(stored.data(), nullptr, stored.size());
+    if (log_ != nullptr && !fault_is("lost_tombstone")) log_->append_others(stored.data(), nullptr, nullptr, stored.size());
     for (const int64_t row : stored) forget(row);
   }
   cache_.set_capacity(std::max(cache_.capacity(), capacity_for(directory_->bytes())));
@@ -449,6 +471,7 @@ bool Store::write_dirty(size_t most_bytes) {
 }
 
 void Store::freeze() {
+  counts_.write();
   unwritten_.frozen = cache_.freeze();
   unwritten_.dirty = 0;
   next_to_write_ = 0;

@@ -8,6 +8,8 @@
 //     its record to the epoch that ends. So the commit has the records of the moment when it began. A row that changes
 //     during a commit costs one append, and no memory but the log's buffers. When all buffers are being written, the
 //     change waits for one.
+//   - The count of a row that is not stored is its directory entry. Counts that the log lacks are listed by id, and
+//     written when the list is full and before a commit begins. So a commit has the counts of that moment.
 //   - Segment::live counts the records of a segment that a directory entry or a clean frame points to.
 //   - While a record is being read, its frame is already in the directory. So compaction, which runs during reads,
 //     finds the frame and updates its position.
@@ -41,11 +43,52 @@ namespace bunkbed {
 
 inline constexpr size_t kFramesAtOnce = 16u << 10;  // frames that a load takes at once: their victims are sorted together
 
+// The counts of ids that steps have named and not stored, for a table that stores a row from the n-th step that names
+// it. A count is a directory entry. The log has it from write() on.
+class Counts {
+ public:
+  // All arguments outlive the counts. `log` is null for a table in RAM only.
+  Counts(Directory* directory, Log* log, const MemoryPlan* plan, UnwrittenRows* unwritten)
+      : directory_(directory), log_(log), plan_(plan), unwritten_(unwritten) {}
+
+  // The most rows of a pin() that counts: what the list of counts that the log lacks has room for.
+  size_t room() const { return std::max<size_t>(64, plan_->scratch_bytes / kScratchPerCount); }
+  // Makes room for so many more rows in the list, in which they are then put without an allocation. May write().
+  void make_room(size_t n);
+  // Notes that a step at this time named a row that is not stored and has this entry. Requires make_room().
+  void raise(int64_t row, Entry before, int64_t now);
+  // Appends the counts that the log lacks. On an error they stay listed.
+  void write();
+  // Forgets the counts that were last raised before this time, now and when the table is opened again. Returns how many.
+  uint64_t forget(int64_t before);
+  // The time of the last forget(); a count is never raised at an earlier one.
+  int64_t since() const { return since_; }
+  void set_since(int64_t time) { since_ = time; }
+  // Gives distinct rows these counts, but for those that are stored. Requires Store::reserve_rows().
+  void set(const int64_t* rows, const Entry* counts, size_t n);
+  // Calls `visit` with all counts, in any order.
+  void each(const std::function<void(int64_t row, Entry count)>& visit) const;
+
+ private:
+  // Bytes of a plan's scratch for each count that waits to be written. It takes 8, and 16 while it is written.
+  static constexpr size_t kScratchPerCount = 128;
+  void list(int64_t row);
+
+  Directory* const directory_;
+  Log* const log_;
+  const MemoryPlan* const plan_;
+  UnwrittenRows* const unwritten_;
+  std::vector<int64_t> listed_;  // rows, perhaps twice or not counted any more; at most room()
+  int64_t since_ = 0;
+};
+
 class Store {
  public:
   // A frame has the first `frame_bytes` of a record: all of it, or the weights alone in a reader.
   Store(std::string name, size_t frame_bytes, size_t max_frames, std::unique_ptr<Directory> directory,
         std::unique_ptr<Log> log, const MemoryPlan& plan);
+
+  struct Fetched;  // counters of fetch()
 
   // Writes the first `record_bytes` (the weights, or everything) of the record of a row that is not stored. The table's
   // initialiser and optimizer define them.
@@ -61,7 +104,8 @@ class Store {
   // Makes distinct rows resident and pins them. `create`: the caller will write them. An absent row gets a dirty frame
   // with its initial record when `create`, otherwise kNoFrame. On an error nothing is pinned and no value is lost.
   // `overwrite`: records are not read or made, because the caller writes whole records, marks them dirty and cannot
-  // fail. `admission`, unless null: an absent row that it refuses is not created, and gets kNoFrame.
+  // fail. `admission`, unless null: an absent row that it refuses is not created, and gets kNoFrame. When it counts, the
+  // count of such a row is raised, and n is at most counts().room().
   void pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bool overwrite = false,
            const Admission* admission = nullptr);
   // The same for a lookup of stored rows that were just located. `entries`: where they are.
@@ -102,9 +146,7 @@ class Store {
   void mark_dirty(uint32_t frame) { mark_dirty(&frame, 1); }
   void mark_dirty(const uint32_t* frames, size_t n);  // skips kNoFrame
   // Copies the first `record_bytes` of the rows' records. Rows may be repeated. Does not change the cache.
-  void fetch(const int64_t* rows, size_t n, size_t record_bytes, std::byte* records) {
-    fetch(rows, n, record_bytes, records, nullptr);
-  }
+  void fetch(const int64_t* rows, size_t n, size_t record_bytes, std::byte* records, Fetched* counts = nullptr);
   // The same for a device cache. Counts the rows in the statistics, and a staged row only as the miss that staging
   // counted. The rows are not touched, because the device cache has them now.
   void fetch_counted(const int64_t* rows, size_t n, size_t record_bytes, std::byte* records);
@@ -153,6 +195,7 @@ class Store {
   CompactionScheduler& compaction() { return compaction_; }
   DiskBudget& disk() { return disk_; }
   RowLocator& rows() { return rows_; }
+  Counts& counts() { return counts_; }
   Cache& cache() { return cache_; }
   Directory& directory() { return *directory_; }
   Log* log() { return log_.get(); }
@@ -180,8 +223,6 @@ class Store {
   void make_room_for_rows(const int64_t* rows, size_t n);
   void shrink_to(size_t capacity);
 
-  struct Fetched;
-  void fetch(const int64_t* rows, size_t n, size_t record_bytes, std::byte* records, Fetched* counts);
 
   const std::string name_;
   const size_t frame_bytes_;
@@ -195,6 +236,7 @@ class Store {
   DiskBudget disk_;
   StoreStats stats_;
   RowLocator rows_;
+  Counts counts_;
   InitialRecord initial_;
   uint32_t next_to_write_ = 0;  // the frame where write_frozen() goes on
   uint32_t next_dirty_ = 0;     // the frame where write_dirty() goes on
@@ -202,6 +244,7 @@ class Store {
   size_t frames_staging_ = 0;  // pinned between begin_staging() and end_staging()
   Window window_;
   size_t window_bytes_ = 0;  // reserved for the window and the cache's list of uses
+  std::vector<uint32_t> refused_;   // scratch memory of pin()
   std::vector<int64_t> finished_;   // scratch memory of finish()
   std::vector<Entry> entries_;  // the same of finish(), expect() and pin()
 };

@@ -84,6 +84,7 @@ void Loader::load(const Manifest& manifest) {
   log->begin_epoch(manifest.epoch + 1, manifest.next_segment, manifest.next_version);
   make_store(plan, std::move(log));
   table_.store->compactor().set_deletions_from(manifest.deletions_from);
+  table_.store->counts().set_since(manifest.counts_since);
   table_.store->compactor().set_kept_tombstones([this]() NO_THREAD_SAFETY_ANALYSIS {
     return Compactor::KeptTombstones{.epoch = index_.tombstones_needed_from(),
                                      .version = oldest_cursor_version(table_.vfs, table_.path, table_.uuid)};
@@ -96,6 +97,11 @@ void Loader::load(const Manifest& manifest) {
     throw Error(ErrorKind::kCorruption, "table '" + table_.name + "': its segments hold " +
                                             std::to_string(table_.store->directory().stored_rows()) +
                                             " rows, the commit names " + std::to_string(manifest.stored_rows));
+  }
+  if (table_.options.writable && table_.store->directory().counted_rows() != manifest.counted_ids) {
+    throw Error(ErrorKind::kCorruption, "table '" + table_.name + "': its segments hold counts of " +
+                                            std::to_string(table_.store->directory().counted_rows()) +
+                                            " ids that are not stored, the commit says " + std::to_string(manifest.counted_ids));
   }
   table_.store->apply(plan);
   if (table_.options.writable) table_.manifests.remember();
@@ -195,7 +201,7 @@ bool Loader::replay_onto(const Manifest& newest) {
       --log->segment_of(position).live;
     };
     table_.counts.indexed_records += Replay{log, &table_.store->directory(), table_.spec.num_rows, newest.next_version,
-                               table_.store->plan().scratch_bytes, reserve, give_up}
+                               table_.store->plan().scratch_bytes, reserve, give_up, {.are_kept = false}}
                             .run(segments);
   } catch (const std::exception&) {
     return false;  // building the directory again reports the error, or does not meet it

@@ -159,7 +159,7 @@ void RowReader::lookup_missing(const Batch& batch, const uint32_t* frames, const
   };
   std::vector<uint32_t> absent, stored;  // indexes of unique rows that are not stored, and of those in the log
   for (uint32_t u = 0; u < batch.num_unique(); ++u) {
-    if (frames == nullptr || frames[u] == kNoFrame) (entries[u] == kAbsent ? absent : stored).push_back(u);
+    if (frames == nullptr || frames[u] == kNoFrame) (is_stored(entries[u]) ? stored : absent).push_back(u);
   }
   parallel_for(absent.size(), row_grain(dim), [&](size_t from, size_t to) REQUIRES(table_.lock) {
     std::vector<std::byte> record(table_.weight_bytes);
@@ -210,7 +210,7 @@ void RowReader::contains(const int64_t* ids, size_t n, bool* out) {
     table_.store->directory().locate(ids + begin, count, entries);
     for (size_t i = 0; i < count; ++i) {
       // A row that the device cache holds is stored when it is written back, so it counts as stored.
-      out[begin + i] = entries[i] != kAbsent || device_.is_held(ids[begin + i]);
+      out[begin + i] = is_stored(entries[i]) || device_.is_held(ids[begin + i]);
     }
   }
 }

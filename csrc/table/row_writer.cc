@@ -93,7 +93,10 @@ RowWriter::Step RowWriter::next_step(std::optional<double> lr, std::optional<int
   }
   std::optional<Admission> admission;
   if (table_.spec.retention.has_admission()) {
-    admission.emplace(table_.spec.retention.admit, table_.spec.init.seed, number);
+    const uint32_t from = table_.spec.retention.admit_from;
+    const int64_t now = table_.spec.retention.clock == AgeClock::kStep ? number : table_.event_clock;
+    admission = from > 0 ? Admission::counted(from, now)
+                         : Admission(table_.spec.retention.admit, table_.spec.init.seed, number);
   }
   return {number, make_step(table_.spec.optimizer, rate, number), admission};
 }
@@ -200,14 +203,18 @@ void RowWriter::apply_update(const Batch& batch, const float* grads, const float
   const bool has_log = table_.store->log() != nullptr;
   const int64_t now = table_.spec.retention.clock == AgeClock::kStep ? step.number : table_.event_clock;
   std::vector<uint32_t> order;  // of the rows, in pieces; empty: as in the batch
-  if (num_unique > table_.store->max_pinned() && !table_.store->rows().is_placed(batch)) {
+  // A piece has no more rows than there is room for counts.
+  const size_t most = step.admission.has_value() && step.admission->counts()
+                          ? std::min(table_.store->max_pinned(), table_.store->counts().room())
+                          : table_.store->max_pinned();
+  if (num_unique > most && !table_.store->rows().is_placed(batch)) {
     order = table_.store->rows().reading_order(batch.unique().data(), num_unique);
   }
   BlockVector<int64_t>& piece = table_.scratch.missing_ids;
   for (size_t begin = 0; begin < num_unique;) {
     // Rows that are all in RAM need no pins, because no frame is evicted before the next pin().
     const bool is_placed = begin == 0 && table_.store->place_for_update(batch);
-    const size_t count = is_placed ? num_unique : std::min(table_.store->max_pinned(), num_unique - begin);
+    const size_t count = is_placed ? num_unique : std::min(most, num_unique - begin);
     const int64_t* rows = batch.unique().data() + begin;
     if (!order.empty()) {
       piece.resize(count);
@@ -315,6 +322,7 @@ Erased RowWriter::erase(const int64_t* ids, size_t n, std::optional<uint64_t> ch
   table_.require_places(n);
   device_.release_for_change(ids, n);
   const size_t before = table_.store->directory().stored_rows();
+  const size_t counted = table_.store->directory().counted_rows();
   Batch& batch = table_.scratch.batch;
   const size_t parts = table_.num_pieces(n);
   write_rows("a delete()", [&](bool* wrote) REQUIRES(table_.lock) {
@@ -324,7 +332,7 @@ Erased RowWriter::erase(const int64_t* ids, size_t n, std::optional<uint64_t> ch
     }
   });
   const uint64_t erased = before - table_.store->directory().stored_rows();
-  if (erased > 0) table_.mark_changed();
+  if (erased > 0 || table_.store->directory().counted_rows() < counted) table_.mark_changed();
   return {erased, table_.changes};
 }
 

@@ -4,6 +4,7 @@
 
 #include "base/error.h"
 #include "base/failpoints.h"
+#include "base/fault.h"
 
 namespace bunkbed {
 
@@ -63,6 +64,11 @@ void Snapshots::rewind_in_ram(const std::string& name, std::optional<uint64_t> e
       std::copy(record, record + table_.payload_bytes, table_.store->cache().record(table_.scratch.frames[i]));
     }
     table_.store->unpin(table_.scratch.frames.data(), count);
+  }
+  table_.store->counts().set_since(found.counts_since);
+  if (!fault_is("counts_not_rewound")) {
+    table_.store->reserve_rows(found.counted.data(), found.counted.size());
+    table_.store->counts().set(found.counted.data(), found.counts.data(), found.counts.size());
   }
   table_.broken.clear();
   table_.committed.epoch = next;

@@ -241,6 +241,7 @@ TableStats Table::stats() {
   stats.frame_capacity = t.store->cache().capacity();
   stats.dirty_rows = t.store->unwritten_rows();
   stats.stored_rows = t.store->directory().stored_rows();
+  stats.counted_ids = t.options.writable ? t.store->directory().counted_rows() : t.committed.counted_ids;
   stats.directory_bytes = t.store->directory().bytes();
   if (Log* log = t.store->log()) {
     stats.log = log->stats();
@@ -248,6 +249,7 @@ TableStats Table::stats() {
     stats.compacted_records = t.store->compactor().records_moved();
     stats.live_bytes = t.store->compactor().live_bytes();
     stats.tombstones = t.store->compactor().tombstones();
+    stats.written_counts = log->stats().written_counts;
     stats.segments = log->segments().size();
     for (const auto& [id, segment] : log->segments()) stats.open_files += segment->file->is_open();
     for (const CheckpointEntry& entry : t.committed.checkpoints) stats.checkpoint_bytes += entry.bytes;
@@ -293,7 +295,7 @@ Table::Uncommitted Table::uncommitted() {
   uint64_t deleted = 0;
   if (Log* log = t.store->log()) {
     for (const auto& [id, segment] : log->segments()) {
-      if (segment->epoch <= t.committed.epoch || segment->live + segment->tombstones == 0) continue;
+      if (segment->epoch <= t.committed.epoch || segment->live + segment->others() == 0) continue;
       found.rows += segment->live;
       deleted += segment->tombstones;
       found.is_exact = false;

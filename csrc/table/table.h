@@ -38,6 +38,8 @@ struct TableStats {
   uint64_t ram_bytes = 0, ram_budget_bytes = 0, frames = 0, frame_capacity = 0, dirty_rows = 0, stored_rows = 0, directory_bytes = 0;
   uint64_t disk_bytes = 0, disk_limit_bytes = 0, snapshot_bytes = 0;
   uint64_t tombstones = 0;  // in the log
+  uint64_t counted_ids = 0;  // ids that steps have named and not stored yet; of a reader, those of its commit
+  uint64_t written_counts = 0;  // to the log
   uint64_t live_bytes = 0, segments = 0, open_files = 0, checkpoint_bytes = 0;
   uint64_t indexed_records = 0;  // records that opening, refresh() and rewind() replayed to find the rows
   uint64_t staged_rows = 0, window_batches = 0, window_bytes = 0, staging_depth = 0;
@@ -164,6 +166,7 @@ class Table {
 
  private:
   friend class Scan;
+  friend class CountedIds;
   explicit Table(std::unique_ptr<TableParts> parts);
   // `made`: the lock of a table that create() has just made, or null. Only a table just made may be a scratch table.
   static std::unique_ptr<Table> open_or_made(vfs::Vfs& vfs, const std::string& path, const std::string& name,

@@ -47,8 +47,8 @@ class CountingDirectory final : public Directory {
   bool bulk_copy(int64_t first, const std::byte* packed, size_t n) override {
     return below_->bulk_copy(first, packed, n);
   }
-  void end_bulk(size_t rows) override {
-    below_->end_bulk(rows);
+  void end_bulk(size_t rows, size_t counted) override {
+    below_->end_bulk(rows, counted);
     follow();
   }
 

@@ -191,7 +191,7 @@ def test_every_counter_is_known_to_count_or_to_stand(tmp_path: Path) -> None:
         "lookups", "updates", "ids", "unique_rows", "hits", "misses", "first_touches", "evictions", "written_back",
         "reads", "read_records", "single_records", "merged_records", "swept_records", "read_bytes", "written_bytes",
         "written_records", "read_wait_s", "compactions", "compacted_records", "commits", "open_s", "stall_s",
-        "staged_rows", "indexed_records", "admitted_rows", "refused_rows",
+        "staged_rows", "indexed_records", "admitted_rows", "refused_rows", "written_counts",
     }  # fmt: skip
     assert keys <= counters | _NOW, sorted(keys - counters - _NOW)
 

@@ -61,6 +61,7 @@ class Made:
     rewinds: tuple[tuple[int, int], ...] = ()
     rules: tuple[int, ...] = (30, 0, 0, 12, 1, 0, 0)  # expire, max_rows, keep, clock, kind of clock, order, zero
     admit: float = 0.5
+    admit_from: tuple[int, int, int] = (3, 0, 0)  # steps, ids with a count, time before which a count is none
     chunks: tuple[tuple[int, tuple[tuple[int, int, bytes], ...]], ...] = ()  # (kind, ((id, version, payload), ...))
     segment_bytes: int | None = None  # as the manifest states it
 
@@ -93,6 +94,8 @@ class Made:
             body += struct.pack("<qqqqBBH", *self.rules)
         if self.reader_flags & 16:
             body += struct.pack("<d", self.admit)
+        if self.reader_flags & 32:
+            body += struct.pack("<IQq", *self.admit_from)
         whole = b"BBEDMAN\n" + struct.pack("<IIQ", self.version, 0, len(body)) + body
         return whole + struct.pack("<I", crc32c(whole))
 
@@ -109,6 +112,7 @@ class Made:
             out = out.ljust(-(-len(out) // 8) * 8, b"\0")
             index = b"".join(struct.pack("<q", id_) for id_, _, _ in records)
             index += b"".join(struct.pack("<Q", version) for _, version, _ in records)
+            index += b"".join(count for _, _, count in records if kind == 3)
             index_offset = len(out)
             end = -(-(index_offset + len(index) + 80) // BLOCK) * BLOCK
             trailer = b"BBEDCHK\n" + struct.pack(
@@ -153,6 +157,14 @@ def default_records() -> list[tuple[int, int, bytes]]:
 
 def read_table(folder: Path) -> dict[int, tuple[int, bytes]]:
     """Newest (version, payload) of every stored id, read as FORMAT.md says."""
+    found, stored = read_newest(folder)
+    rows = {id_: (version, body) for id_, (version, kind, body) in found.items() if kind == 1}
+    assert len(rows) == stored
+    return rows
+
+
+def read_newest(folder: Path) -> tuple[dict[int, tuple[int, int, bytes]], int]:
+    """Newest (version, kind, payload or count) of every id, and the number of rows in the manifest."""
     manifest = max(folder.glob("manifest-*")).read_bytes()
     assert manifest[:8] == b"BBEDMAN\n"
     assert struct.unpack_from("<I", manifest, len(manifest) - 4)[0] == crc32c(manifest[:-4])
@@ -168,7 +180,7 @@ def read_table(folder: Path) -> dict[int, tuple[int, bytes]]:
         at += 4 + struct.unpack_from("<I", manifest, at)[0] + 9
     (num_segments,) = struct.unpack_from("<I", manifest, at)
     at += 4
-    rows: dict[int, tuple[int, bytes]] = {}
+    rows: dict[int, tuple[int, int, bytes]] = {}
     for index in range(num_segments):
         number, _, length = struct.unpack_from("<QQQ", manifest, at + 24 * index)
         data = (folder / f"segment-{number:016d}").read_bytes()[:length]
@@ -180,25 +192,23 @@ def read_table(folder: Path) -> dict[int, tuple[int, bytes]]:
             kind, count, segment, chunk_epoch, begin, chunk_end, first_slot, index_offset, index_crc = (
                 struct.unpack_from("<IIQQQQQQI", trailer, 8)
             )
-            assert kind in (1, 2) and (segment, chunk_end) == (number, end) and chunk_epoch <= epoch
-            assert crc32c(data[index_offset : index_offset + 16 * count]) == index_crc
+            assert kind in (1, 2, 3) and (segment, chunk_end) == (number, end) and chunk_epoch <= epoch
+            assert crc32c(data[index_offset : index_offset + (24 if kind == 3 else 16) * count]) == index_crc
             ids = struct.unpack_from(f"<{count}q", data, index_offset)
             versions = struct.unpack_from(f"<{count}Q", data, index_offset + 8 * count)
             for slot, (id_, version) in enumerate(zip(ids, versions, strict=True), start=first_slot):
-                if kind == 2:
+                at_count = index_offset + 16 * count + 8 * (slot - first_slot)
+                body = data[at_count : at_count + 8] if kind == 3 else b""
+                if kind == 1:
+                    record = data[slot * stride : (slot + 1) * stride]
+                    body, crc = record[:payload_bytes], struct.unpack_from("<I", record, payload_bytes)[0]
+                    assert crc == crc32c(uuid + struct.pack("<q", id_) + body)
+                else:
                     assert index_offset == first_slot * stride
-                    if id_ not in rows or rows[id_][0] < version:
-                        rows[id_] = (version, b"")
-                    continue
-                record = data[slot * stride : (slot + 1) * stride]
-                body, crc = record[:payload_bytes], struct.unpack_from("<I", record, payload_bytes)[0]
-                assert crc == crc32c(uuid + struct.pack("<q", id_) + body)
                 if id_ not in rows or rows[id_][0] < version:
-                    rows[id_] = (version, body)
+                    rows[id_] = (version, kind, body)
             end = begin
-    rows = {id_: (version, body) for id_, (version, body) in rows.items() if body}
-    assert len(rows) == stored
-    return rows
+    return rows, stored
 
 
 # ---- pinned bytes
@@ -429,7 +439,6 @@ MANIFEST, SEGMENT = "manifest-0000000000000001", "segment-0000000000000001"
         (Made(chunks=((1, ((100, 1, bytes(48)),)),), stored_rows=1), bb.CorruptionError, r"100"),
         (Made(chunks=((1, ((-1, 1, bytes(48)),)),), stored_rows=1), bb.CorruptionError, r"-1|18446744073709551615"),
         (Made(chunks=((1, ((5, 100, bytes(48)),)),), stored_rows=1), bb.CorruptionError, r"version"),
-        (Made(chunks=((3, ((5, 1, b""),)),), stored_rows=0), bb.FormatError, r"kind|MAPDELTA|map"),
         (Made(chunks=((4, ((5, 1, b""),)),), stored_rows=0), bb.FormatError, r"unknown kind 4"),
     ],
     ids=lambda value: repr(value)[:60],

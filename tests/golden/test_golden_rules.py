@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
-from test_golden import FORMAT, Made, payload, read_table
+from test_golden import FORMAT, Made, payload, read_newest, read_table
 
 USAGE = (("last_step", 3, 1, 48), ("count", 4, 1, 56))
 
@@ -86,3 +86,65 @@ def test_a_probability_of_the_core_read_by_hand(tmp_path: Path) -> None:
                 assert struct.unpack_from("<d", manifest, len(manifest) - 12)[0] == 0.5
         assert table.contains(ids).all()
     assert len(read_table(tmp_path / "table")) == 8
+
+
+def number_of(count: int, time: int) -> int:
+    """The number of a count, as in FORMAT.md."""
+    cut = max(0, time.bit_length() - 26)
+    return 2**40 - 2**38 - 2**32 + count * 2**31 + cut * 2**25 + (time >> cut)
+
+
+def test_numbers_of_counts_are_those_of_the_format() -> None:
+    text = FORMAT.read_text()
+    for count, time in ((1, 5), (2, 2**40 + 1)):
+        assert f"{number_of(count, time)}" in text
+
+
+def test_steps_of_admission_open(tmp_path: Path) -> None:
+    counts = ((7, 2, 2, 9), (8, 3, 1, 2), (9, 4, 2, 2**40))  # id, version, count, time
+    chunks = (
+        (1, ((5, 1, payload(*[1.0] * 12)),)),
+        (3, tuple((id_, version, struct.pack("<Q", number_of(*count))) for id_, version, *count in counts)),
+        (2, ((9, 5, b""),)),
+    )
+    facts: dict[str, Any] = {"num_rows": -1, "reader_flags": 32, "chunks": chunks, "stored_rows": 1}
+    folder = Made(admit_from=(3, 1, 4), **facts).write(tmp_path / "made")
+    assert bb.check(folder) == []
+    with bb.open(folder, mode="r") as reader:
+        assert reader.stats()["counted_ids"] == 1 and len(reader) == 1
+    with bb.open(folder, ram="16MiB") as table:
+        assert table.retention == bb.Retention(admit=3)
+        assert [column.tolist() for column in table.core.counted(0, 1)[:3]] == [[7], [2], [9]]  # 8 is old, 9 deleted
+        table.update([7, 8, 9], np.ones((3, 4), np.float32))
+        assert table.contains([5, 7, 8, 9]).tolist() == [True, True, False, False]
+    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"admit_from": (1, 1, 4)}, bb.FormatError, "steps of admission are out of range"),
+        ({"admit_from": (129, 1, 4)}, bb.FormatError, "steps of admission are out of range"),
+        ({"admit_from": (3, 1, -4)}, bb.FormatError, "steps of admission are out of range"),
+        ({"admit_from": (3, 1, 4), "reader_flags": 48}, bb.FormatError, "steps of admission are out of range"),
+        ({"admit_from": (3, 2, 4)}, bb.CorruptionError, "counts of 1 ids that are not stored, the commit says 2"),
+        ({"reader_flags": 0}, bb.CorruptionError, "counts of 2 ids that are not stored, the commit says 0"),
+    ]
+    for bad in (0, number_of(1, 1) - 2**31, number_of(1, 1) + 39 * 2**25, 2**40 - 1):
+        chunk = ((3, ((7, 2, struct.pack("<Q", bad)),)),)
+        wrong.append(({"chunks": chunk, "stored_rows": 0}, bb.CorruptionError, "a count of id 7 that is none"))
+    for number, (changes, kind, message) in enumerate(wrong):
+        with pytest.raises(kind, match=message):
+            bb.open(
+                Made(**{"admit_from": (3, 1, 4), **facts, **changes}).write(tmp_path / f"wrong-{number}"), ram="16MiB"
+            )
+
+
+def test_counts_of_the_core_read_by_hand(tmp_path: Path) -> None:
+    with bb.create(tmp_path / "table", dim=4, admit=3, expire=9, clock="event", ram="16MiB") as table:
+        for clock, ids in ((5, [1, 2]), (6, [2, 3]), (2**40 + 1, [2, 3])):
+            table.clock = clock
+            table.update(ids, np.ones((len(ids), 4), np.float32))
+        table.sweep()
+        commit = table.commit()
+    manifest = (tmp_path / "table" / f"manifest-{commit:016d}").read_bytes()
+    assert struct.unpack_from("<Q", manifest, 24)[0] & 56 == 40
+    assert struct.unpack_from("<IQq", manifest, len(manifest) - 24) == (3, 1, 2**40 + 1 - 9 + 1)
+    found, stored = read_newest(tmp_path / "table")
+    assert stored == 1 and {id_: kind for id_, (_, kind, _) in found.items()} == {2: 1, 3: 3}
+    assert struct.unpack("<Q", found[3][2])[0] == number_of(2, 2**40 + 1)

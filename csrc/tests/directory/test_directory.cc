@@ -138,7 +138,7 @@ TEST(directory_with_a_bound_has_the_same_bytes_when_it_is_filled_at_once) {
   }
   const auto& [row, entry] = *model.begin();
   CHECK(!at_once->bulk_set(&row, &entry, 1));
-  at_once->end_bulk(model.size());
+  at_once->end_bulk(model.size(), 0);
   CHECK_EQ(at_once->bytes(), one_by_one->bytes());
   CHECK_EQ(at_once->stored_rows(), model.size());
   CHECK(at_once->grows());

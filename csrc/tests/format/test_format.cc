@@ -108,9 +108,29 @@ TEST(format_manifest_with_a_probability_of_admission) {
   }
 }
 
+TEST(format_manifest_with_steps_of_admission) {
+  for (const uint32_t from : {0u, 2u, kMostAdmitFrom}) {
+    Manifest m = sample();
+    m.retention.admit_from = from;
+    m.has_counts = true;
+    m.counted_ids = 12;
+    m.counts_since = int64_t{1} << 40;
+    const Bytes bytes = encode_manifest(m);
+    CHECK_EQ(bytes.size(), encode_manifest(sample()).size() + 20);
+    uint32_t stored;
+    std::memcpy(&stored, bytes.data() + bytes.size() - 24, sizeof(stored));
+    CHECK_EQ(stored, from);
+    const Manifest back = decode_manifest(bytes, "m");
+    CHECK(back.retention == m.retention && encode_manifest(back) == bytes && back.has_counts);
+    CHECK_EQ(back.counted_ids, uint64_t{12});
+    CHECK_EQ(back.counts_since, m.counts_since);
+    CHECK_EQ(back.reader_flags & kReaderFlagCounts, kReaderFlagCounts);
+  }
+}
+
 TEST(format_manifest_every_truncation_and_flipped_bit) {
   Manifest admitting = sample();
-  admitting.retention.admit = 0.3;
+  admitting.retention.admit_from = 5;
   const Bytes bytes = encode_manifest(admitting);
   for (size_t n = 0; n < bytes.size(); ++n) CHECK(is_refused([&] { decode_manifest({bytes.data(), n}, "m"); }));
   for (size_t bit = 0; bit < bytes.size() * 8; ++bit) {
@@ -148,7 +168,7 @@ TEST(format_manifest_names_what_is_wrong) {
     const Bytes bytes = encode_manifest(m);
     CHECK_THROWS(decode_manifest(bytes, "m"), ErrorKind::kFormat, part);
   };
-  refuse([](Manifest& m) { m.reader_flags = 32; }, "newer release");
+  refuse([](Manifest& m) { m.reader_flags = 64; }, "newer release");
   refuse([](Manifest& m) { m.fields[1].offset = 17; }, "passes the record's end");
   refuse([](Manifest& m) { m.fields[1].name = "weight"; }, "appears twice");
   refuse([](Manifest& m) { m.fields[0].name = "w"; }, "first field");
@@ -177,6 +197,10 @@ TEST(format_manifest_names_what_is_wrong) {
   refuse_rule([](Manifest& m) { m.retention.evict = static_cast<EvictFirst>(3); }, "unknown order of eviction 3");
   refuse_rule([](Manifest& m) { m.payload_bytes -= 4; }, "passes the record's end");
   refuse([](Manifest& m) { m.retention.admit = 1.0; }, "probability of admission");
+  refuse([](Manifest& m) { m.retention.admit_from = 1; }, "steps of admission");
+  refuse([](Manifest& m) { m.retention.admit_from = kMostAdmitFrom + 1; }, "steps of admission");
+  refuse([](Manifest& m) { m.retention.admit = 0.5, m.retention.admit_from = 2; }, "steps of admission");
+  refuse([](Manifest& m) { m.has_counts = true, m.counts_since = -1; }, "steps of admission");
   refuse([](Manifest& m) { m.retention.admit = std::numeric_limits<double>::infinity(); }, "probability of admission");
 }
 

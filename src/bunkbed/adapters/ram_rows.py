@@ -4,7 +4,8 @@ Untouched rows are a function of (seed, id), so `Facts` of the table belong to t
 
 The arrays are ``ids`` int64[n], ascending, and for each slot float32[n, length of the slot]. Values of 16-bit slots
 are exact in float32, so rows that go back are equal to the bit. Where the table has rules by which rows go, ``usage``
-int64[n, 2] has the time of the last step that named each row, and the number of these steps.
+int64[n, 2] has the time of the last step that named each row, and the number of these steps. Where ``admit=`` counts
+steps, ``counts`` int64[m, 3] has the ids that are named and not stored, their counts and the times of the last steps.
 """
 
 from __future__ import annotations
@@ -73,12 +74,13 @@ def is_in_ram(table: Table) -> bool:
 
 def bytes_of(table: Table) -> int:
     """Return the size of the arrays of `rows_of`."""
-    return len(table) * (8 + 4 * sum(table.field(slot)[1] for slot in ("weight", *table.slots)))
+    rows = len(table) * (8 + 4 * sum(table.field(slot)[1] for slot in ("weight", *table.slots)))
+    return rows + 24 * int(table.core.stats()["counted_ids"])
 
 
 def rows_of(table: Table, slots: Sequence[str] | None = None) -> dict[str, Array]:
     """Return all stored rows of some slots, with their usage, as copies; None: of all slots."""
-    empty, with_usage = no_rows(table), table.usage_fields
+    empty, with_usage, with_counts = no_rows(table), table.usage_fields, slots is None
     slots = ("weight", *table.slots) if slots is None else slots
     parts = list(table.scan_fields([table.field(slot) for slot in slots] + with_usage, 65_536))
     ids = np.concatenate([empty["ids"], *(part[0] for part in parts)])
@@ -90,6 +92,9 @@ def rows_of(table: Table, slots: Sequence[str] | None = None) -> dict[str, Array
     if with_usage:
         usage = [np.column_stack(from_usage(part[1][-1])) for part in parts]
         values["usage"] = np.concatenate([empty["usage"], *usage])[order]
+    if "counts" in empty and with_counts:
+        counted = np.column_stack(table.core.counted(0, 1)[:3])
+        values["counts"] = counted[np.argsort(counted[:, 0])]
     return {"ids": ids[order], **values}
 
 
@@ -97,7 +102,10 @@ def no_rows(table: Table) -> dict[str, Array]:
     """Return what `rows_of` returns for a table without stored rows."""
     empty = {slot: np.empty((0, table.field(slot)[1]), np.float32) for slot in ("weight", *table.slots)}
     usage = {"usage": np.empty((0, 2), np.int64)} if table.usage_fields else {}
-    return {"ids": np.empty(0, np.int64), **empty, **usage}
+    found: dict[str, Array] = {"ids": np.empty(0, np.int64), **empty, **usage}
+    if table.retention.counts_steps:
+        found["counts"] = np.empty((0, 3), np.int64)
+    return found
 
 
 def saved(table: Table) -> tuple[Rows, Json] | None:
@@ -129,6 +137,8 @@ def why_not(table: Table, rows: Rows, facts: Facts) -> str:
             return f"the saved {slot!r} must be float32{list(shape)}, got {found}"
     if "usage" in rows and (rows["usage"].shape != (len(rows["ids"]), 2) or rows["usage"].dtype != np.int64):
         return f"the saved 'usage' must be int64[{len(rows['ids'])}, 2], got {describe(rows['usage'])}"
+    if "counts" in rows and (rows["counts"].shape[1:] != (3,) or rows["counts"].dtype != np.int64):
+        return f"the saved 'counts' must be int64[..., 3], got {describe(rows['counts'])}"
     largest = int(rows["ids"].max(initial=-1))
     if table.num_rows is not None and largest >= table.num_rows:
         return f"a row with id {largest} was saved, and the table has ids in [0, {table.num_rows})"
@@ -179,6 +189,8 @@ def _set(table: Table, rows: Rows, facts: Facts) -> None:
         table.put(rows["ids"], np.ascontiguousarray(rows[slot], np.float32), table.field(slot)[0])
     for field, _ in table.usage_fields if "usage" in rows else []:
         table.put(rows["ids"], as_usage(*rows["usage"].T), field)
+    if "counts" in rows:
+        table.core.set_counts(*(np.ascontiguousarray(column) for column in rows["counts"].T))
 
 
 def _made(table: Table, rows: Rows, facts: Facts) -> Table:

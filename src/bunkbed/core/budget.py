@@ -13,6 +13,9 @@ from typing import Protocol
 from bunkbed.core.typed import shortened
 from bunkbed.errors import BunkbedError, TableClosedError
 
+#: The most bytes of `ram` that a writer takes for an id that has a count (`Retention.admit`): a directory entry.
+COUNTED_BYTES = 20
+
 _UNITS = {
     "": 1,
     "b": 1,

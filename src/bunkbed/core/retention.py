@@ -12,6 +12,8 @@ from bunkbed.core.arguments import as_whole
 
 CLOCKS = ("step", "event")
 ORDERS = ("oldest", "rarest", "smallest")
+#: The largest `Retention.admit` that is a number of steps: kMostAdmitFrom of csrc/base/types.h.
+MOST_ADMIT_FROM = 128
 _MOST = 2**63 - 1
 
 
@@ -32,10 +34,11 @@ class Retention:
         evict: which rows go first where there are more: ``"oldest"``: those named longest ago; ``"rarest"``: by the
             fewest updates; ``"smallest"``: those whose weights have the smallest norm. Of equal rows the lower id goes.
         keep: no sweep goes below this number of rows, by either rule: of the expired ones those named last stay.
-        admit: the probability, above 0 and below 1, with which a step stores a row that it names and that is not
-            stored; None: every step does. Of a row that is not admitted the gradient is dropped, and it looks up as its
-            initial row; a later step draws again. The draw is a function of the table's seed, the id and the number of
-            the step. ``set`` and imports store every row. Takes no bytes.
+        admit: which steps store a row that they name and that is not stored; None: every step does. A float above 0
+            and below 1: each with this probability, a function of the table's seed, the id and the number of the step;
+            takes no bytes. An int n, 2 to 128: the n-th step that names the id; takes about 17 bytes of `ram` for each
+            id that was named and is not stored. Of a row that is not admitted the gradient is dropped, and it looks up
+            as its initial row. ``set`` and imports store every row.
 
     Raises:
         ValueError, TypeError: an argument out of range; `keep` above `max_rows`; an argument without a rule.
@@ -53,7 +56,7 @@ class Retention:
 
     def __post_init__(self) -> None:
         if self.admit is not None:
-            object.__setattr__(self, "admit", _as_probability(self.admit))
+            object.__setattr__(self, "admit", _as_admission(self.admit))
         if self.expire is not None:
             object.__setattr__(self, "expire", as_whole(self.expire, what="expire", low=1, high=_MOST))
         if self.max_rows is not None:
@@ -82,6 +85,11 @@ class Retention:
         """Whether sweeps remove rows, so that rows have an age: whether there is `expire` or `max_rows`."""
         return self.expire is not None or self.max_rows is not None
 
+    @property
+    def counts_steps(self) -> bool:
+        """Whether `admit` is a number of steps, so that ids that are not stored have counts."""
+        return self.admit is not None and self.admit > 1
+
     def native(self) -> _native.Retention:
         """Return the rules as the core takes them."""
         return _native.Retention(
@@ -90,7 +98,8 @@ class Retention:
             max_rows=self.max_rows or 0,
             evict=ORDERS.index(self.evict),
             keep=self.keep,
-            admit=self.admit or 0.0,
+            admit=0.0 if self.counts_steps else self.admit or 0.0,
+            admit_from=int(self.admit or 0) if self.counts_steps else 0,
         )
 
     @classmethod
@@ -102,19 +111,19 @@ class Retention:
             max_rows=rules.max_rows or None,
             evict=cast("Literal['oldest', 'rarest', 'smallest']", ORDERS[rules.evict]),
             keep=rules.keep,
-            admit=rules.admit or None,
+            admit=rules.admit or rules.admit_from or None,
         )
 
 
-def _as_probability(admit: object) -> float:
-    wanted = "admit must be a float above 0 and below 1, the probability with which a step stores a new row"
+def _as_admission(admit: object) -> float:
+    wanted = (
+        "admit must be a float above 0 and below 1, the probability with which a step stores a new row, or an int from "
+        f"2 to {MOST_ADMIT_FROM}, the number of steps that name a row until it is stored"
+    )
     if isinstance(admit, (bool, np.bool_)) or not isinstance(admit, (int, float, np.integer, np.floating)):
         raise TypeError(f"{wanted}, got {admit!r}; admit=None stores every row")
-    if isinstance(admit, (int, np.integer)) and admit > 1:
-        raise ValueError(
-            f"{wanted}, got {admit!r}; a number of steps is not supported: with admit={1 / admit:.3g} a row is stored "
-            f"after {admit} steps that name it, on average"
-        )
-    if not 0 < admit < 1:
+    if isinstance(admit, (int, np.integer)) and 2 <= admit <= MOST_ADMIT_FROM:
+        return int(admit)
+    if isinstance(admit, (int, np.integer)) or not 0 < admit < 1:
         raise ValueError(f"{wanted}, got {admit!r}; admit=None stores every row")
     return float(admit)

@@ -57,7 +57,7 @@ def parts_of(path: Path, table: str | None) -> Parts:
     if kind == "table":
         if table is not None:
             raise ValueError(f"{path} is a table, not a run; leave table= out")
-        spec, _ = _native.read_spec(str(path), "", None)
+        spec, _, _ = _native.read_spec(str(path), "", None)
         if spec.belongs_to_run:
             raise ValueError(
                 f"{path} is a table of the run at {path.parent.parent}; give that path, and table={path.name!r}"

@@ -34,7 +34,7 @@ from bunkbed.files.durable import exchange, require_real, sync_directory
 from bunkbed.files.run_files import RunFiles, RunManifest
 from bunkbed.files.sharding import MAX_SHARDS, Split
 from bunkbed.maintenance.check import check
-from bunkbed.maintenance.rewriting import set_time
+from bunkbed.maintenance.rewriting import forget_counts, move_counts, set_time
 from bunkbed.run.run import Run
 from bunkbed.sharded.base.rows import ShardedRows
 from bunkbed.sharded.opening import open
@@ -341,6 +341,7 @@ def _copy_rows(table: Table, made: Table, progress: Progress | None) -> int:
         raise _LaterHasLess(f"table '{table.name}' has {table.step} steps, fewer than before,")
     if made.clock > table.clock:
         raise _LaterHasLess(f"table '{table.name}' has the clock {table.clock}, an earlier one than before,")
+    forget_counts(made)  # of an earlier commit
     slots = ("weight", *table.slots)
     fields = [made.field(slot) for slot in slots] + made.usage_fields
     shards = made.core.cores
@@ -360,4 +361,5 @@ def _copy_rows(table: Table, made: Table, progress: Progress | None) -> int:
     if done != total or len(made) != total:
         raise CorruptionError(f"table {table.path}: {done} rows were read and {len(made)} written of {total}")
     set_time(made, table)
+    move_counts(made, table)
     return done

@@ -12,6 +12,7 @@ from bunkbed.table.definition import Definition
 from bunkbed.table.table import Table
 
 _CHUNK_BYTES = 8 << 20
+_IDS_AT_ONCE = 1 << 20  # of which counts are moved
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,29 @@ def rewrite_rows(table: Table, copied: Table, progress: Callable[[int, int], Non
         if progress is not None:
             progress(done, total)
     set_time(copied, table)
+    move_counts(copied, table)
     return done
+
+
+def forget_counts(table: Table) -> None:
+    """Take the counts from all ids of a table."""
+    parts = _parts(table)
+    for part in range(parts):
+        table.core.erase(table.core.counted(part, parts)[0])
+
+
+def move_counts(copied: Table, table: Table) -> None:
+    """Give a table without counts those of the ids that steps of another table have named and not stored."""
+    parts = _parts(table)
+    for part in range(parts):
+        ids, counts, times, since = table.core.counted(part, parts)
+        if ids.size or since:
+            copied.core.set_counts(ids, counts, times)
+            copied.core.forget_counts(since)
+
+
+def _parts(table: Table) -> int:
+    return 1 + int(table.core.stats()["counted_ids"]) // _IDS_AT_ONCE
 
 
 def set_time(copied: Table, table: Table) -> None:

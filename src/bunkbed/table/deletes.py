@@ -82,9 +82,10 @@ class TableDeletes:
         """Remove the rows that have expired, and those beyond ``max_rows``, by the rules in `retention`.
 
         A sweep is an ordinary change of the table at its present step, as `delete` is. It removes the same rows for
-        every budget, number of threads and number of shards, and is durable with the next commit. Call it between two
-        steps. It reads the whole table once for each `ram` / 512 rows that go; while it searches, it takes up to a
-        tenth more memory than the budget. A padding row of a layer stays.
+        every budget, number of threads and number of shards, and is durable with the next commit. With ``expire=``, ids
+        that were not named for so long lose their counts of ``admit=n``, too. Call it between two steps. It reads the
+        whole table once for each `ram` / 512 rows that go; while it searches, it takes up to a tenth more memory than
+        the budget. A padding row of a layer stays.
 
         Args:
             dry_run: True: remove nothing; say what would go. A reader can do that, too. It reads as much.
@@ -113,7 +114,10 @@ class TableDeletes:
                 "what would go"
             )
         with self._reading() if dry_run else self._writing():
-            swept = self.swept_by(rules, self.core.clock(), dry_run=dry_run)
+            now = self.core.clock()
+            swept = self.swept_by(rules, now, dry_run=dry_run)
+            if not dry_run and rules.expire is not None:
+                self.core.forget_counts(max(0, now - rules.expire + 1))
         if not dry_run:
             self._expired_rows += swept.expired
             self._evicted_rows += swept.evicted

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 from bunkbed import _native
 from bunkbed.core import init as _init
 from bunkbed.core import optim as _optim
-from bunkbed.core.budget import Budget, parse_bytes
+from bunkbed.core.budget import COUNTED_BYTES, Budget, parse_bytes
 from bunkbed.core.retention import Retention
 from bunkbed.core.typed import typed
 from bunkbed.core.types import Json
@@ -175,7 +175,8 @@ def create(
             three times the rows or more costs no time; with less, steps and commits wait for compaction. See
             `Table.stats`: ``disk_bytes``, ``snapshot_bytes``.
         expire, clock, max_rows, evict, keep: which rows `Table.sweep` removes; see `Retention`. For a table of any id.
-        admit: the probability with which a step stores a new row; see `Retention`. For a table of any id.
+        admit: the probability with which a step stores a new row, or the number of steps that name a row until it is
+            stored; see `Retention`. For a table of any id.
 
     Returns:
         The open table; this process is its writer.
@@ -312,14 +313,14 @@ def open_table(
         if not place.is_dir():
             raise FormatError(f"{place} is not a bunkbed table: it is not a directory")
         snapshot = wanted.snapshot or ""
-        spec, stored_rows = _native.read_spec(str(place), snapshot, epoch)
+        spec, stored_rows, counted = _native.read_spec(str(place), snapshot, epoch)
         if spec.is_scratch and wanted.writable and wanted.create is not None and epoch is None:
             return create(
                 place, ram=wanted.ram, disk=wanted.disk, _run=run, _name=name, **wanted.create
             )  # raises while another process has the scratch table open
         table = make(spec, place, "w" if wanted.writable else "r", name=name, run=run)
         table._snapshot, table._is_of_reader_run = wanted.snapshot, of_reader_run
-        table._stored_hint = spec.minimum_ram(stored_rows, True)
+        table._stored_hint = spec.minimum_ram(stored_rows, True) + (COUNTED_BYTES * counted if wanted.writable else 0)
         _start(
             table,
             wanted.ram,

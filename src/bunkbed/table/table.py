@@ -30,7 +30,7 @@ from bunkbed.core.arguments import (
     as_whole,
     describe,
 )
-from bunkbed.core.budget import Budget
+from bunkbed.core.budget import COUNTED_BYTES, Budget
 from bunkbed.core.typed import shortened, typed
 from bunkbed.core.types import Array
 from bunkbed.machine.rates import Machine, remembered
@@ -133,6 +133,7 @@ class Table(TableFacts, TableCommits, TableReader, TableDeletes):
         ``indexed_records``: records read to find the rows, by opening, `refresh` and `rewind`. ``expired_rows``,
         ``evicted_rows``: those that `sweep` removed, of a table with rules for that. ``admitted_rows``,
         ``refused_rows``: with ``admit=``, rows that steps stored, and did not; a row counts once in each such step.
+        ``counted_ids``: with ``admit=n``, ids that steps have named and not stored; ``written_counts``: to the log.
         """
         values: dict[str, int | float] = self.core.stats()
         values.update(self._removed_rows(), threads=_native.get_num_threads())
@@ -567,9 +568,10 @@ class Table(TableFacts, TableCommits, TableReader, TableDeletes):
 
     def minimum_bytes(self) -> int:
         """Return the bytes below which the table cannot work now."""
-        stats = self.core.stats() if self.core is not None else {"stored_rows": 0, "directory_bytes": 0}
+        stats = {"stored_rows": 0, "counted_ids": 0, "directory_bytes": 0} if self.core is None else self.core.stats()
         on_disk = self._path is not None
-        stored = max(self.spec.minimum_ram(int(stats["stored_rows"]), on_disk), self._stored_hint)
+        counted = COUNTED_BYTES * int(stats["counted_ids"]) if self._mode == "w" else 0
+        stored = max(self.spec.minimum_ram(int(stats["stored_rows"]), on_disk) + counted, self._stored_hint)
         return int(max(stored, self.spec.minimum_ram(0, on_disk) + stats["directory_bytes"])) + self._ram_above
 
     #: The bytes that a table needs while it is being opened and has no core yet.

@@ -161,3 +161,9 @@ def pool(rows: FloatArray, pooling: str, weights: FloatArray | None) -> FloatArr
     elif pooling == "sqrtn":
         total /= np.sqrt(mass)
     return total
+
+
+def latest_time(time: int) -> int:
+    """Return the latest time that has the 26 highest binary digits of `time`, with which it is kept for a count."""
+    cut = max(0, time.bit_length() - 26)
+    return (((time >> cut) + 1) << cut) - 1

@@ -41,6 +41,14 @@ def assert_same_rows(table: Table, reference: ReferenceTable, ids: IntArray) -> 
         assert_same_bits(usage_of(table, ids).view(np.uint32), usage_of(reference, ids).view(np.uint32), "usage")
 
 
+def counts_of(table: Table | ReferenceTable) -> IntArray:
+    """Return int64[n, 3]: the ids that steps have named and not stored, ascending, with their counts and times."""
+    if isinstance(table, ReferenceTable):
+        return table.counted()
+    found = np.column_stack(table.core.counted(0, 1)[:3])
+    return found[np.argsort(found[:, 0])]
+
+
 def usage_of(table: Table | ReferenceTable, ids: IntArray) -> FloatArray:
     """Return float32[N, 3] whose bytes are int64 time and uint32 number of the steps that named each row."""
     if isinstance(table, ReferenceTable):

@@ -169,7 +169,7 @@ def narrow_stochastic(
     blocks = _ROUNDING_STREAM + field * _FIELD_STREAM + np.arange((dim + 7) // 8, dtype=np.int64)
     words = philox(seed, ids, blocks, step)
     halves = np.stack([words & np.uint32(0xFFFF), words >> np.uint32(16)], axis=-1)
-    random16 = halves.reshape(ids.size, -1)[:, :dim].astype(np.int64)
+    random16 = halves.reshape(ids.size, 8 * blocks.size)[:, :dim].astype(np.int64)
 
     is_finite = np.isfinite(values)
     magnitude = np.abs(np.where(is_finite, values, np.float32(0))).astype(np.float64)

@@ -7,7 +7,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -77,6 +77,8 @@ class ReferenceTable:
         self._clock = -1 if self.retention.clock == "event" else 0
         # Row -> (time of the last step that named it, number of these steps), for stored rows.
         self._usage: dict[int, tuple[int, int]] = {}
+        # Row -> (number of steps that named it, time of the last one), for rows that are not stored; the least time.
+        self._counted, self._counts_since = dict[int, tuple[int, int]](), 0
         self.meta: Json = {}
         self.step = 0
         self.epoch = 0
@@ -98,8 +100,8 @@ class ReferenceTable:
         self._arrays = {slot: np.zeros((0, width), np.float32) for slot, width in self._widths.items()}
         self._commits: dict[int, Json] = {}
         self._names: dict[str, int] = {}
-        self._counts = {"lookups": 0, "updates": 0, "ids": 0, "unique_rows": 0, "commits": 0}
-        self._counts.update(admitted_rows=0, refused_rows=0)
+        counters = ("lookups", "updates", "ids", "unique_rows", "commits", "admitted_rows", "refused_rows")
+        self._counts = dict.fromkeys(counters, 0)
         self._keep_state()
 
     # ---- reading
@@ -214,7 +216,7 @@ class ReferenceTable:
         """Return the counters that do not depend on a cache."""
         stored = len(self._places)
         unique = self._counts["unique_rows"]
-        rates = {"hits": unique, "misses": 0, "first_touches": 0, "evictions": 0}
+        rates = {"hits": unique, "misses": 0, "first_touches": 0, "evictions": 0, "counted_ids": len(self._counted)}
         return {**self._counts, **rates, "stored_rows": stored, "frames": stored, "frame_capacity": stored}
 
     # ---- writing
@@ -249,8 +251,6 @@ class ReferenceTable:
         self.step = self.step + 1 if step is None else step
         self._counts["updates"] += 1
         self.is_dirty = True
-        if not wanted.size:
-            return
         self._counts["unique_rows"] += unique.size
         unique, sums = self._admitted(unique, sums)
         places = self._store(unique)
@@ -269,18 +269,29 @@ class ReferenceTable:
         if self.retention.admit is None:
             return ids, sums
         stored = self.contains(ids)
-        drawn = philox.are_admitted(self.retention.admit, seed=self.seed, ids=ids, step=self.step)
+        if self.retention.counts_steps:
+            drawn = np.array([has or self._counts_to(row) for has, row in zip(stored, ids.tolist(), strict=True)], bool)
+        else:
+            drawn = philox.are_admitted(self.retention.admit, seed=self.seed, ids=ids, step=self.step)
         self._counts["admitted_rows"] += int((drawn & ~stored).sum())
         self._counts["refused_rows"] += int((~drawn & ~stored).sum())
         return ids[drawn | stored], sums[drawn | stored]
 
+    def _counts_to(self, row: int) -> bool:
+        """Count a step that names a row that is not stored; return whether the step stores it."""
+        count, time = self._counted.get(row, (0, 0))
+        if count + 1 >= cast("int", self.retention.admit):
+            return True
+        self._counted[row] = count + 1, arithmetic.latest_time(max(time, self.clock, self._counts_since))
+        return False
+
     def delete(self, ids: ArrayLike) -> int:
         """Delete rows of int64[...] ids; return how many were stored. A deleted row has its initial values again."""
-        wanted = self._check_ids(ids).ravel().tolist()
         before = len(self._places)
-        for row in wanted:
+        for row in self._check_ids(ids).ravel().tolist():
             self._places.pop(row, None)
             self._usage.pop(row, None)
+            self.is_dirty |= self._counted.pop(row, None) is not None
         if len(self._places) < before:
             self.is_dirty = True
             kept = np.fromiter(self._places.values(), np.int64, len(self._places))
@@ -330,6 +341,9 @@ class ReferenceTable:
         )
         if not dry_run:
             self.delete(np.array(goes + evicted, np.int64))
+            if rules.expire is not None and now - rules.expire + 1 > self._counts_since:
+                self._counts_since, self.is_dirty = now - rules.expire + 1, True
+                self._counted = {row: one for row, one in self._counted.items() if one[1] >= self._counts_since}
         return swept
 
     def spare(self, row: int) -> None:
@@ -353,6 +367,10 @@ class ReferenceTable:
             last, count = self._usage.get(row, (0, 0))
             found[place] = np.array([last & 0xFFFFFFFF, last >> 32, count], np.uint32).view(np.float32)
         return found
+
+    def counted(self) -> IntArray:
+        """Return as `bunkbed.testing.compare.counts_of`."""
+        return np.array(sorted((row, *one) for row, one in self._counted.items()), np.int64).reshape(-1, 3)
 
     def _worth(self, row: int) -> float:
         """Return by what rows are evicted, the least first."""
@@ -521,6 +539,8 @@ class ReferenceTable:
     def _store(self, ids: IntArray) -> IntArray:
         """Return the indices of the rows; store rows that are missing."""
         fresh = [row for row in dict.fromkeys(ids.tolist()) if row not in self._places]
+        for row in fresh:
+            self._counted.pop(row, None)
         if fresh:
             start = len(self._places)
             self._places.update({row: start + index for index, row in enumerate(fresh)})
@@ -543,6 +563,7 @@ class ReferenceTable:
             "step": self.step,
             "clock": self._clock,
             "usage": dict(self._usage),
+            "counted": (dict(self._counted), self._counts_since),
             "meta": copy.deepcopy(self.meta),
         }
         self.is_dirty = False
@@ -558,6 +579,7 @@ class ReferenceTable:
         self._arrays = {slot: array.copy() for slot, array in state["arrays"].items()}
         self.step = state["step"]
         self._clock, self._usage = state["clock"], dict(state["usage"])
+        self._counted, self._counts_since = dict(state["counted"][0]), state["counted"][1]
         self.meta = copy.deepcopy(state["meta"])
         self.is_dirty = False
 

@@ -205,6 +205,7 @@ def _about(table: Table) -> Json:
         "state_dtype": getattr(table.optimizer, "state_dtype", None),
         "record_bytes": table.record_bytes,
         "stored_rows": int(stats["stored_rows"]),
+        "counted_ids": int(stats["counted_ids"]),
         "ram_bytes": int(stats["ram_bytes"]),
         "disk_bytes": int(stats["disk_bytes"]),
         "live_bytes": int(stats["live_bytes"]),
@@ -317,7 +318,8 @@ def _rules(about: Json) -> str:
     rules = Retention(**about["rules"])
     clock = f"; the clock is at {about['clock']:,}" if rules.removes else ""
     counts = "" if rules.admit is None else "; the writer's table.stats() counts admitted and refused rows"
-    return rules_text(rules) + clock + counts
+    counted = f"; {about['counted_ids']:,} ids are counted" if about["counted_ids"] else ""
+    return rules_text(rules) + clock + counted + counts
 
 
 def _rows(about: Json) -> str:

@@ -14,6 +14,8 @@ def rules_text(rules: Retention) -> str:
         parts.append(f"at most {rules.max_rows:,} rows, {rules.evict} go first")
     if rules.keep:
         parts.append(f"keep {rules.keep:,}")
-    if rules.admit is not None:
+    if rules.counts_steps:
+        parts.append(f"admit from the step number {rules.admit} that names it")
+    elif rules.admit is not None:
         parts.append(f"admit {rules.admit:g}")
     return ", ".join(parts) or "none"

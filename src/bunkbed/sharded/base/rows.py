@@ -403,6 +403,30 @@ class ShardedRows:
                 most,
             )
 
+    def counted(self, part: int, parts: int) -> tuple[Ids, Ids, Ids, int]:
+        """Return ids of a part that steps have named and not stored, their counts and times, and the times' bound."""
+        with self.alone():
+            found = [core.counted(part, parts) for core in self._cores]
+        ids, counts, times = (np.concatenate([one[place] for one in found]) for place in range(3))
+        return ids, counts, times, max(one[3] for one in found)
+
+    def set_counts(self, ids: Ids, counts: Ids, times: Ids) -> None:
+        """Give ids that are not stored the counts of another table."""
+        with self.alone(write=True):
+            split = self._split(ids)
+            mine, numbers, last = split.take(ids), split.take(counts), split.take(times)
+
+            def apply(index: int, core: _native.Table) -> None:
+                here = split.part(index)
+                core.set_counts(mine[here], numbers[here], last[here])
+
+            self._change("set_counts()", apply, len(ids))
+
+    def forget_counts(self, before: int) -> int:
+        """Forget the counts of ids that were last named before this time; return how many."""
+        with self.alone(write=True):
+            return sum(core.forget_counts(before) for core in self._cores)
+
     def write_dirty(self) -> None:
         """Start to write dirty rows, as far as the shards' write buffers have room."""
         with self.alone(write=True):

@@ -264,6 +264,31 @@ class RankRows:
             )
         return first_removable(parts, most)
 
+    def counted(self, part: int, parts: int) -> tuple[Ids, Ids, Ids, int]:
+        """Return this rank's ids of a part that steps have named and not stored; see `ShardedRows.counted`."""
+        self.require_open()
+        return self.local.core.counted(part, parts)
+
+    def set_counts(self, ids: Ids, counts: Ids, times: Ids) -> None:
+        """Give ids that are not stored the counts of another table; the ids of all ranks."""
+        self.require_open()
+        facts = np.ascontiguousarray(np.column_stack((counts, times)), np.int64).view(np.float32)  # bits, moved only
+        own, heard = self._come(f"counts of table {self.number}, '{self.name}'", ids, facts, lambda: None)
+        numbers = np.ascontiguousarray(heard).view(np.int64).reshape(-1, 2).T.copy()
+        self._change(lambda: None, lambda: self.local.core.set_counts(own, numbers[0], numbers[1]))
+
+    def forget_counts(self, before: int) -> int:
+        """Forget counts of ids of this rank's rows, as every rank does in its sweep; return how many."""
+        self.require_open()
+        forgotten = 0
+
+        def apply() -> None:
+            nonlocal forgotten
+            forgotten = self.local.core.forget_counts(before)
+
+        self._change(lambda: None, apply)
+        return forgotten
+
     def update(self, ids: Ids, grads: Floats, lr: float | None, step: int | None) -> None:
         """See `bunkbed.Table.update`: one step with the gradients of all ranks, added in the order of ranks."""
         self.require_open()
@@ -378,7 +403,7 @@ class RankRows:
         self._set_alike(
             f"new rules of table {self.number}",
             lambda: self.local.core.set_retention(rules),
-            *(rules.expire, rules.max_rows, rules.evict, rules.keep, rules.admit),
+            *(rules.expire, rules.max_rows, rules.evict, rules.keep, rules.admit, rules.admit_from),
         )
 
     def clock(self) -> int:
