@@ -34,13 +34,15 @@ def test_every_public_name_and_argument_is_in_a_feature(tmp_path: Path) -> None:
     with pairs.watched() as used, small_tables():
         for number, feature in enumerate(pairs.FEATURES):
             pairs.story((feature,), number, _new(tmp_path / str(number)), length=4)
+        for number in range(4):  # each of two ways to make shards, and to copy
+            pairs.story(("sharded", "copy"), number, _new(tmp_path / f"copy {number}"), length=4)
         pairs.story(("device cache", "expire", "sweep"), 0, _new(tmp_path / "device cache"), length=9)
         for number, place in enumerate(("run", "sharded", "Budget")):
             more = ("facts", "drop", "begin_commit", "commit meta", "budget changes", "snapshot reader", "rewind")
             more += ("reopen with another optimizer", "reader", "delete", "changes")
             for kind in ("bfloat16", "disk"):
                 pairs.story((place, kind, *more), number, _new(tmp_path / f"{place} {kind}"), length=40)
-            for rule in ("expire", "max_rows", "clock of events", "admit"):
+            for rule in ("expire", "max_rows", "clock of events", "admit", "admit the third"):
                 pairs.story((place, rule, "sweep"), number, _new(tmp_path / f"{place} {rule}"), length=4)
     forgotten, stale = pairs.missing(used)
     assert not forgotten, f"in no feature of torture/stories/features.py: {', '.join(forgotten)}"

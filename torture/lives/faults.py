@@ -113,6 +113,9 @@ class Stumbler:
                     if went_back is not None:
                         return went_back
             return at + 1
+        if action in "gp":
+            table_scenario.set_admission(self.run, action)
+            return at + 1
         if action == "m":
             for table in self.tables.values():
                 went_back = self._try(table.compact, at, None)

@@ -18,7 +18,7 @@ import bunkbed as bb
 from bunkbed import _native
 from bunkbed.table.definition import Definition
 from bunkbed.testing import ReferenceTable
-from bunkbed.testing.compare import usage_of
+from bunkbed.testing.compare import counts_of, usage_of
 
 #: Arguments of the tables; small, so that a hundred thousand disks can be checked. The last table is made late.
 TABLES: dict[str, dict[str, Any]] = {
@@ -120,7 +120,9 @@ def content(table: Any) -> bytes:
     ids = np.arange(table.num_rows or ANY, dtype=np.int64)
     parts = [np.ascontiguousarray(table.get(ids, slot=slot)).tobytes() for slot in ("weight", *table.slots)]
     usage = usage_of(table, ids).tobytes() if table.num_rows is None else b""
-    return b"".join([*parts, usage, table.contains(ids).tobytes(), int(table.step).to_bytes(8, "little")])
+    counts = counts_of(table).tobytes() if table.num_rows is None else b""
+    step = int(table.step).to_bytes(8, "little")
+    return b"".join([*parts, usage, counts, table.contains(ids).tobytes(), step])
 
 
 def ram(names: Any) -> int:

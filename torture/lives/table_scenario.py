@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,13 @@ from torture.lives.scenario import (
 #: u: a step. i: rows are set and written to the log at once. t: rows are deleted. s: rows go by the table's rules.
 #: c: commit. k: commit and keep as "a". l: as "b". d: drop "a". e: drop "b". m: compact. o: collect the commit before
 #: the last, as `disk=` does. r: rewind to "a". A: start a commit. W: wait for the commit. x: close without a commit and
-#: reopen. n: make the table.
-ACTIONS = "nuiutucutkuuusmtoulutdmuAitWctsouukuiteuxutcusuruAtuuiuuWotsucuidmtuAusitWutAuuistuuuWtscom"
+#: reopen. n: make the table. g: from now on the third step that names a row stores it. p: each with a probability.
+ACTIONS = "nuiutucutkuuusmtoulutdmuAitWcgutsouuukuiteuxutcusuruAtuuiuuWotsucuidmtuAusituWuptAuuistuuuWtscom"
 NAME = "visitor"
+
+
+def set_admission(table: Any, action: str) -> None:
+    table.retention = replace(table.retention, admit=3 if action == "g" else TABLES[NAME]["admit"])
 
 
 def expected(actions: str) -> list[State]:
@@ -55,6 +60,9 @@ def expected(actions: str) -> list[State]:
         if action == "s":
             sweep_rows(table, step)
             continue
+        if action in "gp":
+            set_admission(table[NAME], action)
+            continue
         if action in "moW":
             continue
         if action == "x":
@@ -63,7 +71,9 @@ def expected(actions: str) -> list[State]:
         if action == "n":
             table = {NAME: ReferenceTable(**TABLES[NAME])}
         elif action == "r":
+            rules = table[NAME].retention  # which stay
             table = copy.deepcopy(saved[snapshots["a"]])
+            table[NAME].retention = rules
         elif action in "kl":
             snapshots = {**snapshots, {"k": "a", "l": "b"}[action]: number}
         elif action in "de":
@@ -105,6 +115,8 @@ def drive(
                 delete_rows({NAME: table}, step)
             elif action == "s":
                 sweep_rows({NAME: table}, step)
+            elif action in "gp":
+                set_admission(table, action)
             elif action == "m":
                 table.compact()
             elif action == "o":

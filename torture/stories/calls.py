@@ -222,7 +222,8 @@ def _(s: Story) -> None:
     if not s.oracle.retention.removes:
         must_raise(ValueError, "made without", setattr, s.table, "retention", rules)
         rules = s.oracle.retention
-    admits = dataclasses.replace(rules, admit=float(s.rng.uniform(0.3, 0.9)))
+    admit = int(s.rng.integers(2, 5)) if s.rng.integers(2) else float(s.rng.uniform(0.3, 0.9))
+    admits = dataclasses.replace(rules, admit=admit)
     if s.table.num_rows is not None or s.layer is not None:
         must_raise(ValueError, "for a table of any id|with a device cache", setattr, s.table, "retention", admits)
         admits = rules

@@ -44,6 +44,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "max_rows": ("rules", {"max_rows": 60, "evict": "rarest"}),
     "clock of events": ("rules", {"expire": 3, "clock": "event"}),
     "admit": ("rules", {"admit": 0.5}),
+    "admit the third": ("rules", {"admit": 3}),
     "ram least": ("ram", {}),
     "ram ample": ("ram", {"ram": "8MiB"}),
     "Budget": ("ram", {}),
@@ -69,14 +70,15 @@ HOLES: dict[tuple[str, str], tuple[Any, str]] = {
     ("RowwiseAdagrad", "export torch"): (ValueError, "torch has no optimizer with the state of RowwiseAdagrad"),
     **{
         ("num_rows", rule): (ValueError, "is for a table of any id")
-        for rule in ("expire", "max_rows", "clock of events", "admit")
+        for rule in ("expire", "max_rows", "clock of events", "admit", "admit the third")
     },
     **{
         (rule, f"export {name}"): (ValueError, "takes any id, which")
-        for rule in ("expire", "max_rows", "clock of events", "admit")
+        for rule in ("expire", "max_rows", "clock of events", "admit", "admit the third")
         for name in ("npy", "torch", "weights-h5", "tensorflow")
     },
     ("admit", "device cache"): (ValueError, "a device_cache stores every row that a step names"),
+    ("admit the third", "device cache"): (ValueError, "a device_cache stores every row that a step names"),
     ("sharded", "device cache"): (ValueError, "is sharded: a device cache lies above one table"),
 }
 
@@ -118,7 +120,7 @@ class Story:
         self.facts["optimizer"] = dataclasses.replace(self.facts["optimizer"], **changed)
         self.limits = {**extra, **{key: value for key, value in arguments.items() if key not in self.facts}}
         if "disk" in options and self.facts["num_rows"] is None:
-            self.limits["disk"] = "256MiB"  # its segments are large
+            self.limits["disk"] = "512MiB"  # its segments are large, and there may be two shards
         self.all = np.arange(rows) * (1 if self.facts["num_rows"] is not None else 1_000_003)
         self.run: Any = None
         self.layer: Any = None
