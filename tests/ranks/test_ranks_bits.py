@@ -25,6 +25,7 @@ FOUR = (
     "ids ahead",
     "weighted bags",
     "admission",
+    "admission by the second step",
 )
 
 

@@ -85,6 +85,8 @@ def cases() -> dict[str, Case]:
         "files, 3 shards for each rank": Case(ram="64MiB", shards=3, reopens=True, clips=True),
         "files, ids ahead": Case(ram="64MiB", ahead=True, window=2),
         "admission": Case(admit=0.2, clips=True),
+        "admission by the second step": Case(admit=2, clips=True),
+        "admission by the second step, files": Case(admit=2, ram="64MiB", shards=2, ahead=True, window=2, reopens=True),
         "admission, files": Case(admit=0.2, ram="64MiB", shards=2, ahead=True, window=2, reopens=True),
     }
     for kind in MODELS:

@@ -10,6 +10,7 @@ import pytest
 
 import bunkbed as bb
 from bunkbed.testing import ReferenceTable
+from bunkbed.testing.compare import counts_of
 
 keras = pytest.importorskip("keras", reason="keras is not installed")
 pytest.importorskip("tensorflow", reason="tensorflow is not installed")
@@ -92,3 +93,19 @@ def test_bad_rules_are_refused_before_training() -> None:
         bk.Embedding(100, 4, retention=bb.Retention(expire=5))
     with pytest.raises(TypeError, match=r"retention must be a bunkbed\.Retention"):
         bk.Embedding(None, 4, retention={"expire": 5})
+
+
+def test_weights_of_a_table_in_ram_have_counts(tmp_path: Path) -> None:
+    def make() -> Any:
+        layer = bk.Embedding(None, 4, optimizer=bb.SGD(lr=0.1), retention=bb.Retention(admit=3))
+        return keras.Sequential([keras.Input((1,), dtype="int64"), layer])
+
+    model, again = make(), make()
+    table = model.layers[0].table
+    for ids in ([1, 2, 3], [2, 3], [3, 4]):
+        table.update(ids, np.ones((len(ids), 4), np.float32))
+    model.save_weights(tmp_path / "model.weights.h5")
+    again.load_weights(tmp_path / "model.weights.h5")
+    other = again.layers[0].table
+    assert other.contains([1, 2, 3, 4]).tolist() == [False, False, True, False]
+    assert counts_of(other).tolist() == counts_of(table).tolist() == [[1, 1, 1], [2, 2, 2], [4, 1, 3]]
