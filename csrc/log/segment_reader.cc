@@ -74,7 +74,7 @@ void SegmentReader::read_index(Segment& segment, const ChunkTrailer& chunk, Span
   std::memcpy(versions->data(), bytes + chunk.count * size_t{8}, chunk.count * size_t{8});
   if (counts != nullptr) {
     counts->resize(chunk.kind == ChunkKind::kCount ? chunk.count : 0);
-    std::memcpy(counts->data(), bytes + chunk.count * size_t{16}, counts->size() * 8);
+    if (!counts->empty()) std::memcpy(counts->data(), bytes + chunk.count * size_t{16}, counts->size() * 8);
   }
   const auto stray = std::find_if(ids->begin(), ids->end(), [this](int64_t id) { return static_cast<uint64_t>(id) >= ids_end_; });
   if (stray == ids->end()) return;
