@@ -31,6 +31,7 @@ COLLECTIVE = (
     "set",
     "erase",
     "removable",
+    "forget_counts",
     "update",
     "rewind",
     "set_optimizer",
@@ -81,8 +82,8 @@ def _follow(port: int, pipe: Any) -> None:
                     pipe.send("closed")  # its files can be opened now
             elif what == "scan":
                 pipe.send([(ids.copy(), [one.copy() for one in rows]) for ids, rows in tables[number]._scan(*given)])
-            elif what == "stats":
-                pipe.send(tables[number].core.stats())
+            elif what in ("stats", "counted"):
+                pipe.send(getattr(tables[number].core, what)(*given))
             else:
                 given = [one.native() if isinstance(one, bb.Retention) else one for one in given]
                 getattr(tables[number].core, what)(*given)
@@ -111,7 +112,7 @@ class _Leader:
         core, pipe = table.core, self._pipe
         for name in COLLECTIVE:
             setattr(core, name, self._both(table, number, name, getattr(core, name)))
-        close, stats, scan = core.close, core.stats, table._scan
+        close, stats, counted, scan = core.close, core.stats, core.counted, table._scan
 
         def close_both() -> None:
             is_open = not core.closed
@@ -129,12 +130,18 @@ class _Leader:
                 for (key, value), other in zip(mine.items(), pipe.recv().values(), strict=True)
             }
 
+        def all_counted(part: int, parts: int) -> tuple[Any, ...]:
+            mine = counted(part, parts)
+            pipe.send(("counted", number, part, parts))
+            theirs = pipe.recv()
+            return *(np.concatenate(both) for both in zip(mine[:3], theirs[:3], strict=True)), max(mine[3], theirs[3])
+
         def whole_scan(fields: Any, chunk: int) -> Iterator[Any]:
             yield from scan(fields, chunk)
             pipe.send(("scan", number, fields, chunk))
             yield from pipe.recv()
 
-        core.close, core.stats, table._scan = close_both, all_stats, whole_scan
+        core.close, core.stats, core.counted, table._scan = close_both, all_stats, all_counted, whole_scan
         table.scan = functools.partial(bb.Table.scan, table)
         table.scan_slots = functools.partial(bb.Table.scan_slots, table)
         return table
