@@ -100,7 +100,7 @@ struct LifeWithUsage {
     std::vector<int64_t> ids;
     for (const auto& [id, usage] : usages) ids.push_back(id);
     std::vector<std::array<float, 3>> bytes(ids.size());
-    life.table->get(ids.data(), ids.size(), 1, bytes.data()->data());
+    life.table->get(ids.data(), ids.size(), 1, ids.empty() ? nullptr : bytes.front().data());
     for (size_t i = 0; i < ids.size(); ++i) {
       const Usage found = read_usage(reinterpret_cast<const std::byte*>(&bytes[i]));
       CHECK_EQ(found.last_step, usages.at(ids[i]).last_step);
