@@ -301,6 +301,7 @@ def test_text_within_80_columns(cli: Run, monkeypatch: pytest.MonkeyPatch) -> No
         "each snapshot or saved file: up to as much again",
         "every rate is given: not compared with a disk",
         "disk binds (with lookahead, all at once)",
+        "as many ids as there are rows take ",
         "written in a day of this; a drive rated for 600 TB of writes",
         "twice the RAM",
         "all in RAM",

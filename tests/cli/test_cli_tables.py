@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
+from bunkbed.core.budget import format_bytes
 from bunkbed.io.setting import Setting
 
 Run = Callable[..., tuple[int, str, str]]
@@ -103,7 +104,10 @@ def test_snapshots(cli: Run, table: Path, run_folder: Path) -> None:
     assert json.loads(cli("snapshots", str(run_folder), "--json")[1])["snapshots"] == {"best": 1}
     out = cli("snapshots", str(table))[1]
     assert "first" in out and "only it holds" in out
-    (detail,) = json.loads(cli("snapshots", str(table), "--json")[1])["details"]
+    found = json.loads(cli("snapshots", str(table), "--json")[1])
+    (detail,) = found["details"]
+    assert found["held_bytes"] == detail["own_bytes"]  # alone
+    assert f"together they hold {format_bytes(found['held_bytes'])} beyond the newest commit" in out
     assert (detail["name"], detail["epoch"], detail["step"], detail["stored_rows"]) == ("first", 1, 1, 10)
     assert detail["own_bytes"] <= detail["bytes"] and detail["time"].startswith("20")
     with bb.open(table, ram="4MiB") as writer:

@@ -62,6 +62,7 @@ def test_opening_stored_rows_is_one_line(caplog: Any, tmp_path: Path) -> None:
     with shown(caplog) as lines:
         first = make(path)
     assert lines == [f"opened {path}: 1,005 rows, step 3"]
+    assert {record.levelno for record in our_records(caplog) if "row" in record.getMessage()} == {logging.WARNING}
     with shown(caplog) as lines:
         second = make(path)
     assert lines == [f"shares the open table {path}: 1,005 rows, step 3"] and second.table is first.table

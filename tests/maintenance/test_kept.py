@@ -10,6 +10,7 @@ import pytest
 
 import bunkbed as bb
 from bunkbed.files import run_files
+from bunkbed.maintenance.snapshots import held_bytes
 
 IDS = np.arange(4000)
 
@@ -41,6 +42,22 @@ def test_what_a_snapshot_is_and_costs(tmp_path: Path) -> None:
         table.update(np.arange(10), np.ones((10, 8), np.float32))
     now = bb.describe_snapshots(path)[-1]
     assert now.name == "now" and 0 <= now.own_bytes < now.bytes, "what is shared is not its own"
+
+
+def test_what_snapshots_hold_together(tmp_path: Path) -> None:
+    path = make(tmp_path / "t")
+    a, b = bb.describe_snapshots(path)
+    assert held_bytes(path) == a.own_bytes + b.own_bytes > 0, "they share nothing"
+    for name in "ab":
+        bb.drop_snapshot(path, name)
+    with bb.open(path, ram="4MiB") as table:
+        table.commit(keep="c")
+        table.commit(keep="d")
+        assert held_bytes(path) == 0, "the newest commit holds the same"
+        table.update(np.arange(4000), np.ones((4000, 8), np.float32))
+    c, d = bb.describe_snapshots(path)
+    assert c.own_bytes == d.own_bytes == 0, "each holds what the other holds"
+    assert held_bytes(path) == c.bytes == d.bytes
 
 
 def test_a_drop_frees_what_only_it_held(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def snapshots(
     import bunkbed as bb
 
     kind_of(path)
-    before = {kept.name: kept for kept in bb.describe_snapshots(path)}
+    before = {kept.name: kept for kept in bb.describe_snapshots(path)} if drop else {}
     for name in drop or []:
         bb.drop_snapshot(path, name)
     found = bb.describe_snapshots(path)
