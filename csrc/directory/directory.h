@@ -1,6 +1,7 @@
 // Maps a row to the location of its record: absent (the row has its initial value), a frame of the cache, or a
-// position in the log. An absent row of which steps were counted (format/admission.h) has its count. Two forms (docs/design/engine.md, rule 8): flat, about five bytes a row of the table, and
-// hashed, about seventeen bytes a stored row. It grows one partition at a time, so that no step pays for a big rehash.
+// position in the log. An absent row of which steps were counted (format/admission.h) has its count. Two forms
+// (docs/design/engine.md, rule 8): flat, about five bytes a row of the table, and hashed, about seventeen bytes a stored
+// row. It grows one partition at a time, so that no step pays for a big rehash.
 // A bounded directory has the form that takes fewer bytes, range by range of the rows.
 //
 // Writes need exclusive access. Concurrent locate() calls are safe while no thread writes.
@@ -40,7 +41,9 @@ constexpr uint64_t code_of_time(int64_t time) {
   const int cut = std::max(0, static_cast<int>(std::bit_width(t)) - 26);
   return (static_cast<uint64_t>(cut) << 25) + (t >> cut);
 }
-constexpr Entry entry_of_count(uint32_t count, int64_t time) { return kCountBase + (uint64_t{count} << 31) + code_of_time(time); }
+constexpr Entry entry_of_count(uint32_t count, int64_t time) {
+  return kCountBase + (uint64_t{count} << 31) + code_of_time(time);
+}
 constexpr uint32_t count_of(Entry entry) { return static_cast<uint32_t>((entry - kCountBase) >> 31); }
 // The latest time that has the count's code.
 constexpr int64_t time_of_count(Entry entry) {

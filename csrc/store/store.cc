@@ -141,7 +141,8 @@ void Store::make_room_for_rows(const int64_t* rows, size_t n) {
     if (bytes > directory_->bytes() && bytes > most_directory_bytes(plan_, frame_bytes_)) {
       throw Error(ErrorKind::kMemory,
                   "table '" + name_ + "': " + std::to_string(n) + " new rows would make its directory " +
-                      std::to_string(bytes) + " bytes (it has " + held_entries(*directory_) + "), more than its RAM budget of " + std::to_string(plan_.total_bytes) +
+                      std::to_string(bytes) + " bytes (it has " + held_entries(*directory_) +
+                      "), more than its RAM budget of " + std::to_string(plan_.total_bytes) +
                       " bytes allows; nothing was changed; open it with ram=" + std::to_string(budget_for(bytes)) + " or more");
     }
     const size_t capacity = capacity_for(bytes);

@@ -165,7 +165,6 @@ class Store {
   const Window& window() const { return window_; }
   size_t window_bytes() const { return window_bytes_; }
 
-
   // Appends every dirty record to the log. The frames stay and are clean. Not during a commit.
   void flush();
   // The same for about `most_bytes` of records, also during a commit: they belong to the next commit. Goes on where the
@@ -222,7 +221,6 @@ class Store {
   void check_budget() const;  // throws Error(kMemory) when the budget is smaller than the minimum
   void make_room_for_rows(const int64_t* rows, size_t n);
   void shrink_to(size_t capacity);
-
 
   const std::string name_;
   const size_t frame_bytes_;

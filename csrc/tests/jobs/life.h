@@ -61,6 +61,25 @@ struct Life {
     return ids;
   }
 
+  // One step through a call with ids, or with a batch that was looked up or not. Returns the gradients, none of them 0.
+  std::vector<float> update_in_some_way(const std::vector<int64_t>& ids) {
+    std::vector<float> grads(ids.size());
+    for (float& grad : grads) grad = static_cast<float>(1 + sampler.bits() % 5);
+    const uint64_t way = sampler.bits() % 3;
+    if (way == 0) {
+      update(table.get(), ids, grads);
+    } else {
+      const Batch batch = table->batch(ids.data(), ids.size());
+      if (way == 1) {
+        std::vector<float> out(ids.size() * kDim);
+        table->lookup(batch, true, out.data());
+      }
+      table->check_update(batch, std::nullopt, std::nullopt);
+      update(table.get(), batch, grads);
+    }
+    return grads;
+  }
+
   std::vector<int64_t> remove(size_t most) {
     const std::vector<int64_t> ids = some_ids(most);
     uint64_t expected = 0;

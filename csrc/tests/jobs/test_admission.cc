@@ -15,23 +15,9 @@ struct AdmittingLife : Life {
   AdmittingLife(uint64_t seed, size_t ram_bytes, uint64_t disk_bytes, bool on_disk)
       : Life(seed, -1, ram_bytes, disk_bytes, on_disk, {.expire = seed % 2 == 0 ? 1000 : 0, .admit = kProbability}) {}
 
-  // One step through a call with ids, or with a batch that was looked up or not.
   void step(size_t most) {
     const std::vector<int64_t> ids = some_ids(most);
-    std::vector<float> grads(ids.size());
-    for (float& grad : grads) grad = static_cast<float>(1 + sampler.bits() % 5);
-    const uint64_t way = sampler.bits() % 3;
-    if (way == 0) {
-      update(table.get(), ids, grads);
-    } else {
-      const Batch batch = table->batch(ids.data(), ids.size());
-      if (way == 1) {
-        std::vector<float> out(ids.size() * kDim);
-        table->lookup(batch, true, out.data());
-      }
-      table->check_update(batch, std::nullopt, std::nullopt);
-      update(table.get(), batch, grads);
-    }
+    const std::vector<float> grads = update_in_some_way(ids);
     const Admission admission(kProbability, table->spec().init.seed, table->step());
     std::set<int64_t> refused;
     for (const int64_t id : ids) {

@@ -44,24 +44,11 @@ struct CountingLife : Life {
   CountingLife(uint64_t seed, size_t ram_bytes, uint64_t disk_bytes, bool on_disk)
       : Life(seed, -1, ram_bytes, disk_bytes, on_disk, rules_of(seed)) {}
 
-  // One step through a call with ids, or with a batch that was looked up or not. Most ids come rarely.
+  // Most ids come rarely.
   void step(size_t most) {
     std::vector<int64_t> ids = some_ids(most);
     for (int64_t& id : ids) id = sampler.bits() % 3 == 0 ? id % 300 : id * 1000 + static_cast<int64_t>(sampler.bits() % 3);
-    std::vector<float> grads(ids.size());
-    for (float& grad : grads) grad = static_cast<float>(1 + sampler.bits() % 5);
-    const uint64_t way = sampler.bits() % 3;
-    if (way == 0) {
-      update(table.get(), ids, grads);
-    } else {
-      const Batch batch = table->batch(ids.data(), ids.size());
-      if (way == 1) {
-        std::vector<float> out(ids.size() * kDim);
-        table->lookup(batch, true, out.data());
-      }
-      table->check_update(batch, std::nullopt, std::nullopt);
-      update(table.get(), batch, grads);
-    }
+    const std::vector<float> grads = update_in_some_way(ids);
     std::set<int64_t> refused;
     for (const int64_t id : std::set<int64_t>(ids.begin(), ids.end())) {
       if (rows.contains(id)) continue;
