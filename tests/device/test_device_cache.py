@@ -97,7 +97,7 @@ def test_a_batch_that_cannot_fit_says_how_much_is_needed() -> None:
     layer = make_layer(device_cache=cache_of(10))
     train(layer, [torch.arange(10)])
     before = contents(layer)
-    with pytest.raises(MemoryError, match=r"wants 11 rows.*960 B holds 10; give at least 1056 bytes \(1.0 KiB\)"):
+    with pytest.raises(MemoryError, match=r"wants 11 rows.*960 B holds 10; give at least 1056 bytes \(1.1 KiB\)"):
         layer(torch.arange(11))
     assert contents(layer) == before
     train(layer, [torch.arange(5, 15)])
@@ -203,6 +203,27 @@ def test_tables_share_a_budget_of_device_memory() -> None:
         layer.table.close()
     del user, item
     assert budget.used_bytes == 0
+
+
+def test_the_error_of_a_shared_cache_names_the_least_that_all_tables_need_together() -> None:
+    """With the bytes that it names the batch trains; with one less it does not."""
+
+    def attempt(total: int) -> None:
+        budget = bb.Budget(total)
+        dims = {"small": (12, DIM), "wide": (NUM_ROWS, 2 * DIM), "user": (NUM_ROWS, DIM)}
+        layers = [bt.Embedding(rows, dim, seed=1, device_cache=budget) for rows, dim in dims.values()]
+        try:
+            layers[-1](torch.arange(40))
+        finally:
+            for layer in layers:
+                layer.table.close(commit=False)
+
+    with pytest.raises(MemoryError, match="wants 40 rows, and a device_cache of 7.8 KiB for 3 tables holds") as error:
+        attempt(8_000)
+    least = int(str(error.value).split("give at least ")[1].split(" bytes")[0])
+    attempt(least)
+    with pytest.raises(MemoryError, match=f"give at least {least} bytes"):
+        attempt(least - 1)
 
 
 def test_layers_on_one_table_share_its_cache() -> None:

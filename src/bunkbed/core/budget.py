@@ -140,6 +140,16 @@ class Budget:
     def members(self) -> list[Member]:
         return list(self._members)
 
+    # Internal: the least total of which `member` gets `num_bytes`, with the present members.
+    def least_total(self, member: Member, num_bytes: int) -> int:
+        part = num_bytes - member.minimum_bytes()  # what each member gets beside its minimum, or what it still wants
+        total = num_bytes
+        for other in self.members():
+            if other is not member:
+                least, most = other.minimum_bytes(), other.wanted_bytes()
+                total += least + (part if most is None else max(0, min(part, most - least)))
+        return total
+
     def reserve(self, newcomer: Member) -> int:
         """Return a share for a member that is about to open; present members shrink first. Call `join` or `leave` next.
 

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from bunkbed import _native
 from bunkbed.adapters.bag_gradients import IntArray
-from bunkbed.core.budget import Budget, format_bytes, parse_bytes
+from bunkbed.core.budget import Budget, format_bytes, format_least, parse_bytes
 from bunkbed.errors import BunkbedError
 from bunkbed.table.sweeps import NEVER_GOES, as_usage, from_usage
 from bunkbed.table.table import Table
@@ -120,6 +120,14 @@ class DeviceTier(DeviceRows):
         frames = self._bytes // int(self.table.record_bytes)
         rows = self.table.num_rows
         return int(frames if rows is None else min(frames, rows))
+
+    def _size_and_least(self, rows: int) -> tuple[str, int]:
+        """Return the size as an error tells it, and the least that has frames for `rows` rows of this table."""
+        need = rows * int(self.table.record_bytes)
+        if self._budget is None:
+            return format_bytes(self._bytes), need
+        size = f"{format_bytes(self._budget.total_bytes)} for {len(self._budget.members())} tables"
+        return size, self._budget.least_total(self, need)
 
     def _require_room(self) -> None:
         if self._frames() < 1:
@@ -298,11 +306,10 @@ class DeviceTier(DeviceRows):
         """Place a batch; if frames are short, unpin those of batches that keep them only to save time."""
         frames = self._require_records().frames
         if len(batch) > frames:
-            need = len(batch) * int(self.table.record_bytes)
+            size, need = self._size_and_least(len(batch))
             raise MemoryError(
-                f"table {self.table.name!r}: a lookup wants {len(batch):,} rows, and a device_cache of "
-                f"{format_bytes(self._bytes)} holds {frames:,}; give at least {need} bytes "
-                f"({format_bytes(need)}), or look up fewer ids at once"
+                f"table {self.table.name!r}: a lookup wants {len(batch):,} rows, and a device_cache of {size} holds "
+                f"{frames:,}; give at least {need} bytes ({format_least(need)}), or look up fewer ids at once"
             )
         if not self._try_place(batch, 0):
             for other in list(self._placed):
