@@ -79,21 +79,23 @@ uint64_t Compactor::settled_bytes() const {
   return records + chunk_index_bytes(tombstones()) + count_index_bytes(counts());
 }
 
-double Compactor::goal_now() const {
+double Compactor::goal_bytes() const {
   const uint64_t appended = log_->stats().written_records - records_moved_ - goal_appended_;
-  return goal_ + kGoalRise * static_cast<double>(appended * (log_->stride() + 16));
+  return goal_ * static_cast<double>(settled_bytes()) +
+         kGoalRise * static_cast<double>(appended * (log_->stride() + 16));
 }
 
 void Compactor::set_goal() {
   if (log_ == nullptr) return;
-  const double dead = static_cast<double>(total_bytes()) - static_cast<double>(settled_bytes());
-  goal_ = std::min(goal_now(), std::max(0.0, dead));
+  const double settled = std::max(1.0, static_cast<double>(settled_bytes()));
+  const double dead = static_cast<double>(total_bytes()) - settled;
+  goal_ = std::min(goal_bytes(), std::max(0.0, dead)) / settled;
   goal_appended_ = log_->stats().written_records - records_moved_;
 }
 
 bool Compactor::has_too_many_bytes() const {
   const auto settled = static_cast<double>(settled_bytes());
-  const double allowed = std::min(settled / kTargetLive, std::max(settled / kWorthMoving, settled + goal_now()));
+  const double allowed = std::min(settled / kTargetLive, std::max(settled / kWorthMoving, settled + goal_bytes()));
   const double slack = static_cast<double>(compaction_slack_bytes.load(std::memory_order_relaxed));
   return static_cast<double>(total_bytes()) > allowed + slack;
 }

@@ -36,9 +36,10 @@
 //
 // Training leaves dead records all the time, so a log has room for some. Deleted rows leave theirs once:
 //
-// 8. A delete sets the dead bytes that the log had before it as the goal. Every four bytes that are appended later, but
-//    by compaction, raise the goal by one, until step 1 allows as many. So the disk that rows leave is free soon, and
-//    for a while compaction moves more records than it would later. It stops where segments are nearly full.
+// 8. A delete sets the ratio of dead to live bytes that the log had before it as the goal. Every four bytes that are
+//    appended later, but by compaction, raise the dead bytes of the goal by one, until step 1 allows as many. So the
+//    disk that rows leave is free soon, and for a while compaction moves more records than it would later. It stops
+//    where segments are nearly full.
 //
 // Rebuilding a directory takes the record with the highest version of each row, wherever the record is. A moved record
 // keeps its version, so it cannot replace a newer record that was appended before the move.
@@ -145,7 +146,7 @@ class Compactor {
   bool may_choose(const Segment& segment) const;
   bool has_too_many_tombstones() const;
   bool has_too_many_counts() const;
-  double goal_now() const;
+  double goal_bytes() const;
   const Segment* pick_for_purge();
   const Segment* pick_for_counts();
   void append_kept_tombstones(const Segment& segment);
@@ -165,7 +166,7 @@ class Compactor {
   MayEmpty may_empty_;
   std::function<KeptTombstones()> kept_tombstones_;
   uint64_t deletions_from_ = 0;
-  double goal_ = 1e300;            // dead bytes, when so many records had been appended, but by compaction
+  double goal_ = 1e300;            // dead / settled bytes, when so many records had been appended, but by compaction
   uint64_t goal_appended_ = 0;
   std::set<uint64_t> purging_;     // segments that the purge under way must empty
   uint64_t purge_version_ = 0;     // V of the purge under way, 0: none

@@ -195,6 +195,38 @@ TEST(erase_frees_disk_and_directory) {
   CHECK(after.directory_bytes < before.directory_bytes / 2);
 }
 
+// A sixth of the log is dead when half of the rows go. As much of it may be dead afterwards, not as many bytes.
+TEST(erase_leaves_the_same_part_of_the_log_dead) {
+  const NoCompactionSlack no_slack;
+  const Sandbox sandbox;
+  FaultVfs vfs;
+  constexpr int64_t kRows = 80000;
+  auto table = Table::create(vfs, sandbox / "t", "t", whole_numbers(kRows, 64), 64 << 20);
+  std::vector<int64_t> ids(1000);
+  const std::vector<float> grads(ids.size(), 1.0f);
+  const auto each = [&](int64_t begin, int64_t end, int64_t step, auto call) {
+    for (int64_t first = begin; first < end; first += 1000 * step) {
+      for (int64_t i = 0; i < 1000; ++i) ids[static_cast<size_t>(i)] = first + i * step;
+      call();
+    }
+    for (int i = 0; i < 4; ++i) table->commit("{\"commit\":" + std::to_string(begin + i) + "}", "");
+  };
+  each(0, kRows, 1, [&] { update(table.get(), ids, grads); });
+  each(kRows / 2, kRows, 5, [&] { update(table.get(), ids, grads); });
+  each(kRows / 2 + 1, kRows, 5, [&] { update(table.get(), ids, grads); });
+  constexpr double kRecordBytes = 64 * 4 + 16;
+  const auto part = [&] {
+    const TableStats stats = table->stats();
+    const double live = kRecordBytes * static_cast<double>(stats.stored_rows) + 16 * static_cast<double>(stats.tombstones);
+    return live / static_cast<double>(stats.disk_bytes);
+  };
+  const double before = part();
+  CHECK(before > 0.78 && before < 0.86);
+  each(0, kRows / 2, 1, [&] { CHECK_EQ(erase(table.get(), ids), uint64_t{1000}); });
+  CHECK_EQ(table->stats().stored_rows, static_cast<uint64_t>(kRows / 2));
+  CHECK(part() > before - 0.03);
+}
+
 // An update or a delete that finds no room fails.
 TEST(erase_keeps_to_a_disk_limit) {
   for (const uint64_t seed : {1, 2, 3}) {
