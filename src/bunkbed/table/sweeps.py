@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bunkbed.core.arguments import Floats, Ids
+from bunkbed.core.budget import format_bytes
 from bunkbed.core.retention import Retention
 from bunkbed.core.types import Json
 from bunkbed.errors import BunkbedError
@@ -69,6 +70,19 @@ class Swept:
     def removed(self) -> int:
         """Rows that went, by either rule."""
         return self.expired + self.evicted
+
+    def __str__(self) -> str:
+        """Return the figures in one line, without the bins.
+
+        >>> import bunkbed as bb
+        >>> str(bb.create(None, dim=8, expire=30).sweep())
+        '0 rows at clock 0: 0 expired and 0 beyond the most rows went, 0 spared; 0 B freed'
+        """
+        went, freed = ("would go", "would be freed") if self.dry_run else ("went", "freed")
+        return (
+            f"{self.rows:,} rows at clock {self.clock:,}: {self.expired:,} expired and {self.evicted:,} beyond the "
+            f"most rows {went}, {self.spared:,} spared; {format_bytes(self.freed_bytes)} {freed}"
+        )
 
 
 def as_usage(last_step: Ids, count: Ids) -> Floats:
