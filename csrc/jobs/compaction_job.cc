@@ -10,7 +10,7 @@ namespace bunkbed {
 void CompactionJob::start(TableLock::Guard& guard) {
   CompactionScheduler& compaction = table_.store->compaction();
   if (table_.lock.is_compacting() && compaction.is_behind()) {
-    table_.lock.wait_for_compaction(guard);
+    table_.lock.wait_for_compaction(guard, [&]() NO_THREAD_SAFETY_ANALYSIS { return !compaction.is_behind(); });
     return;
   }
   if (!compaction.begin()) return;
@@ -48,6 +48,7 @@ void CompactionJob::run() {
       table_.store->compactor().execute(&read);
       guard = table_.lock.slice();
       compaction.take(std::move(read));
+      table_.lock.end_compaction_slice();
     }
   } catch (const std::exception&) {
     if (!guard) guard = table_.lock.slice();

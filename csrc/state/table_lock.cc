@@ -120,8 +120,14 @@ void TableLock::end_compaction() {
   on_->rest.notify_all();
 }
 
-void TableLock::wait_for_compaction(Guard& guard) {
-  wait(guard, on_->rest, [this] { return !is_compacting_; });
+void TableLock::end_compaction_slice() {
+  if (waiting_for_compaction_ > 0) on_->rest.notify_all();
+}
+
+void TableLock::wait_for_compaction(Guard& guard, const std::function<bool()>& is_enough) {
+  ++waiting_for_compaction_;
+  wait(guard, on_->rest, [&]() REQUIRES(this) { return !is_compacting_ || is_enough(); });
+  --waiting_for_compaction_;
 }
 
 void TableLock::end_commit() {

@@ -15,6 +15,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -97,7 +98,9 @@ class CAPABILITY("table lock") TableLock {
   bool is_settling() const REQUIRES(this) { return settling_ > 0; }
   void begin_compaction() REQUIRES(this) { is_compacting_ = true; }
   void end_compaction() REQUIRES(this);
-  void wait_for_compaction(Guard& guard) REQUIRES(this);
+  void end_compaction_slice() REQUIRES(this);
+  // Waits until compaction has ended or, at the end of a slice, `is_enough`.
+  void wait_for_compaction(Guard& guard, const std::function<bool()>& is_enough) REQUIRES(this);
 
   // A commit, or a collection of the files that commits no longer need.
   bool is_committing() const REQUIRES(this) { return is_committing_; }
@@ -140,6 +143,7 @@ class CAPABILITY("table lock") TableLock {
   size_t batches_staging_ = 0;
   uint64_t batches_ended_ = 0;
   bool is_compacting_ = false;
+  size_t waiting_for_compaction_ = 0;
   bool is_committing_ = false;
   uint64_t next_ticket_ = 0;  // of the next call that waits for the commit
   uint64_t serving_ = 0;      // the ticket that may continue

@@ -14,17 +14,31 @@ constexpr size_t kAllAtOnce = 1u << 20;    // records of one round of compact_al
 
 }  // namespace
 
+void CompactionScheduler::see_appends() {
+  const LogStats& stats = log_->stats();
+  appended_seen_ = stats.appended();
+  others_seen_ = stats.written_tombstones + stats.written_counts;
+}
+
 void CompactionScheduler::count_debt() {
-  const uint64_t appended = log_->stats().appended();
-  debt_ += (appended - appended_seen_) * kPace;
-  appended_seen_ = appended;
+  const LogStats& stats = log_->stats();
+  patient_debt_ = std::min(patient_debt_, debt_) + (stats.written_tombstones + stats.written_counts - others_seen_) * kPace;
+  debt_ += (stats.appended() - appended_seen_) * kPace;
+  see_appends();
+}
+
+void CompactionScheduler::count_commit_debt() {
+  patient_debt_ = std::min(patient_debt_, debt_);
+  debt_ += std::exchange(commit_debt_, 0);
 }
 
 void CompactionScheduler::compact_some() {
   if (log_ == nullptr || is_running_) return;
   count_debt();
-  if (const uint64_t debt = std::exchange(debt_, 0); debt > 0) compactor_->run(debt, plan_->compaction_bytes);
-  appended_seen_ = log_->stats().appended();  // the compactor's own appends create no debt
+  const uint64_t debt = std::min(debt_, urgent_debt() + kSlice);
+  debt_ -= debt;
+  if (debt > 0) compactor_->run(debt, plan_->compaction_bytes);
+  see_appends();  // the compactor's own appends create no debt
 }
 
 uint64_t CompactionScheduler::compact_all() {
@@ -45,7 +59,7 @@ void CompactionScheduler::merge_segments() {
 
 void CompactionScheduler::forgive() {
   debt_ = commit_debt_ = 0;
-  appended_seen_ = log_ == nullptr ? 0 : log_->stats().appended();
+  if (log_ != nullptr) see_appends();
 }
 
 void CompactionScheduler::add_commit_debt(uint64_t records) {
@@ -73,12 +87,12 @@ void CompactionScheduler::take(Compactor::Read read) {
   count_debt();
   const size_t looked = compactor_->look_on(std::min<uint64_t>(debt_, kSlice), plan_->compaction_bytes);
   debt_ -= std::min<uint64_t>(debt_, looked);
-  appended_seen_ = log_->stats().appended();
+  see_appends();
 }
 
 bool CompactionScheduler::is_behind() {
   count_debt();
-  return debt_ > kSegmentsBehind * kPace * (log_->segment_bytes() / log_->stride());
+  return urgent_debt() > kSegmentsBehind * kPace * (log_->segment_bytes() / log_->stride());
 }
 
 }  // namespace bunkbed

@@ -1,8 +1,10 @@
 // Decides when and how much to compact. Each appended record adds to a debt: the number of records that compaction must
-// examine. compact_some() pays the debt within a step, or a background job pays it in slices. Requires the table's lock
-// for every call.
+// examine. compact_some() pays the debt within a step, or a background job pays it in slices. A tombstone or a count adds
+// as much, but no call waits until that is paid, because the log hardly grows by it. Requires the table's lock for every
+// call.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -35,7 +37,7 @@ class CompactionScheduler {
   // The records that a commit appends to its epoch become debt at count_commit_debt(), when the commit is over. So the
   // background job pays for them, and not compact_some() within a step.
   void add_commit_debt(uint64_t records);
-  void count_commit_debt() { debt_ += std::exchange(commit_debt_, 0); }
+  void count_commit_debt();
 
   // ---- A background job: begin(), then plan() and take() until plan() returns false, then end(). Compactor::execute()
   // runs between plan() and take(), without the table's lock.
@@ -50,12 +52,16 @@ class CompactionScheduler {
 
  private:
   void count_debt();
+  void see_appends();
+  uint64_t urgent_debt() const { return debt_ - std::min(debt_, patient_debt_); }
 
   Log* const log_;
   Compactor* const compactor_;
   const MemoryPlan* const plan_;
-  uint64_t appended_seen_ = 0;  // appended records and tombstones that the debt includes
+  uint64_t appended_seen_ = 0;  // appended records, tombstones and counts that the debt includes
+  uint64_t others_seen_ = 0;    // tombstones and counts of these
   uint64_t debt_ = 0;           // records to examine
+  uint64_t patient_debt_ = 0;   // of these, the last ones, for tombstones and counts; may be more than debt_
   uint64_t commit_debt_ = 0;    // the same, for records that the commit under way appended
   bool is_running_ = false;     // whether a background job runs
 };

@@ -202,6 +202,30 @@ TEST(table_lock_waiting_for_a_batch_ends_with_the_next_one) {
   reader.join();
 }
 
+TEST(table_lock_waiting_for_compaction_ends_with_it_or_with_the_slice_that_is_enough) {
+  for (const bool is_over : {false, true}) {
+    TableLock lock("t");
+    bool is_enough = false;
+    auto guard = lock.work();
+    lock.begin_compaction();
+    std::thread job([&] {
+      {
+        const auto slice = lock.slice();
+        lock.end_compaction_slice();  // not enough
+      }
+      const auto slice = lock.slice();
+      is_enough = !is_over;
+      if (is_over) lock.end_compaction();
+      lock.end_compaction_slice();
+    });
+    lock.wait_for_compaction(guard, [&] { return is_enough; });
+    CHECK_EQ(lock.is_compacting(), !is_over);
+    CHECK_EQ(is_enough, !is_over);
+    guard.unlock();
+    job.join();
+  }
+}
+
 TEST(table_lock_a_slice_enters_after_the_calls_that_waited_before_it) {
   for (int round = 0; round < kRounds; ++round) {
     TableLock lock("t");

@@ -257,6 +257,28 @@ TEST(compaction_is_behind_when_appends_are_four_segments_ahead) {
   CHECK(!log.scheduler.is_behind());
 }
 
+// Deleted rows of many segments: they are debt, but no call waits until it is paid, and a step pays a slice of it.
+TEST(compaction_is_not_behind_because_of_tombstones) {
+  constexpr size_t kSlice = 512;
+  MostlyDead log;
+  const auto bound = static_cast<int64_t>(4 * log.log.segment_bytes() / log.log.stride());
+  const std::vector<int64_t> gone(static_cast<size_t>(2 * bound), int64_t{1} << 40);
+  log.log.append_others(gone.data(), nullptr, nullptr, gone.size());
+  CHECK(!log.scheduler.is_behind());
+  log.append_new(1);
+  CHECK(!log.scheduler.is_behind());
+  log.scheduler.compact_some();
+  CHECK(log.moved() > 0);
+  check_about(log.moved(), kPace + kSlice, "what a step pays");
+  log.append_new(bound + 1);
+  CHECK(log.scheduler.is_behind());
+  CHECK(log.scheduler.begin());
+  for (int part = 0; log.scheduler.is_behind() && part < 1000; ++part) CHECK(log.job_goes_on());
+  CHECK(!log.scheduler.is_behind());
+  CHECK(log.job_goes_on());  // with the debt of the tombstones
+  log.scheduler.end();
+}
+
 TEST(compaction_of_all_returns_what_it_moved) {
   MostlyDead log;
   const uint64_t bytes = log.compactor.total_bytes();
