@@ -115,6 +115,31 @@ class Retention:
         )
 
 
+def rules_text(rules: Retention) -> str:
+    """Return the rules as text: ``expire after 30 (event), keep 1,000, admit 0.1``."""
+    parts = []
+    if rules.expire is not None:
+        parts.append(f"expire after {rules.expire:,} ({rules.clock})")
+    if rules.max_rows is not None:
+        parts.append(f"at most {rules.max_rows:,} rows, {rules.evict} go first")
+    if rules.keep:
+        parts.append(f"keep {rules.keep:,}")
+    if rules.counts_steps:
+        parts.append(f"admit from the step number {rules.admit} that names it")
+    elif rules.admit is not None:
+        parts.append(f"admit {rules.admit:g}")
+    return ", ".join(parts) or "none"
+
+
+def cut_text(rules: Retention, cut: float | None) -> str:
+    """Return `Swept.cut` as text: ``, the last one of age 30``; empty for None."""
+    if cut is None:
+        return ""
+    number = f"{cut:,.6g}"
+    what = {"oldest": f"of age {number}", "rarest": f"named {number} times", "smallest": f"of norm {number}"}
+    return f", the last one {what[rules.evict]}"
+
+
 def _as_admission(admit: object) -> float:
     wanted = (
         "admit must be a float above 0 and below 1, the probability with which a step stores a new row, or an int from "

@@ -85,6 +85,14 @@ class Swept:
         )
 
 
+def expired_by_age(swept: Swept, expire: int | None) -> list[int]:
+    """Return how many rows of each bin of `ages` had expired by the rule `expire`, the spared ones included."""
+    if expire is None:
+        return [0] * len(swept.ages)
+    left = swept.expired + swept.spared - sum(one.rows for one in swept.ages if one.low >= expire)
+    return [one.rows if one.low >= expire else left if one.high >= expire else 0 for one in swept.ages]
+
+
 def as_usage(last_step: Ids, count: Ids) -> Floats:
     """Return int64[N] times and numbers of steps as the core moves them: float32[N, 3] with their bytes."""
     times = np.ascontiguousarray(last_step, np.int64).view(np.uint32).reshape(-1, 2)

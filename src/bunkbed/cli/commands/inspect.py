@@ -20,9 +20,8 @@ from bunkbed.cli.shared.console import (
     print_json,
     stdout,
 )
-from bunkbed.cli.shared.rules import rules_text
 from bunkbed.core.budget import format_bytes
-from bunkbed.core.retention import Retention
+from bunkbed.core.retention import Retention, rules_text
 from bunkbed.core.types import Json
 from bunkbed.files.kinds import kind_of
 from bunkbed.maintenance.snapshots import held_bytes

@@ -21,13 +21,16 @@ def report(
         ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
-    ram: Annotated[str, typer.Option(help="RAM budget for reading.", metavar="BYTES")] = "1GiB",
+    ram: Annotated[
+        str, typer.Option(help="RAM budget for reading; ages take up to a tenth more.", metavar="BYTES")
+    ] = "1GiB",
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Write one HTML page: loss, quality, hit rate, stalls, hot rows, tiers, limits, snapshots, disk, configuration.
+    """Write one HTML page: loss, quality, hit rate, stalls, hot rows, tiers, limits, ages, snapshots, disk, options.
 
-    The page needs no network and no other file. Works while a training runs; measures nothing.
+    The page needs no network and no other file. Works while a training runs; measures nothing. Reads the whole log of
+    each table with expire or max_rows, for the ages of its rows.
     """
     need("matplotlib", "jinja2", "pyarrow", command="report")
     from bunkbed.train.report import write_report

@@ -21,12 +21,11 @@ from bunkbed.cli.shared.console import (
     stderr,
     stdout,
 )
-from bunkbed.cli.shared.rules import rules_text
 from bunkbed.core.budget import format_bytes
-from bunkbed.core.retention import Retention
+from bunkbed.core.retention import Retention, cut_text, rules_text
 from bunkbed.core.types import Json
 from bunkbed.files.kinds import kind_of
-from bunkbed.table.sweeps import Bin, Swept
+from bunkbed.table.sweeps import Bin, Swept, expired_by_age
 from bunkbed.table.table import Table
 
 _BAR = 40  # columns of the longest bar
@@ -133,7 +132,7 @@ def _print(
     lines.add_row("rules", rules_text(rules))
     lines.add_row(goes, f"{swept.expired:,} that expired")
     if rules.max_rows is not None:
-        lines.add_row(goes, f"{swept.evicted:,} beyond the most rows" + _cut(rules, swept))
+        lines.add_row(goes, f"{swept.evicted:,} beyond the most rows" + cut_text(rules, swept.cut))
     if swept.spared:
         lines.add_row("spared", f"{swept.spared:,} that expired, because of keep")
     lines.add_row("after", f"{swept.rows - swept.removed:,} rows; the others took {format_bytes(swept.freed_bytes)}")
@@ -144,32 +143,21 @@ def _print(
     console.print(lines, soft_wrap=True)
     if swept.ages:
         unit = "steps" if rules.clock == "step" else "units"
-        expired = swept.expired + swept.spared
         console.print(f"\n[dim]rows before, by age in {unit} of the clock ({_GOES} expired)[/]", soft_wrap=True)
-        console.print(_picture(swept.ages, rules.expire, expired), soft_wrap=True)
+        console.print(_picture(swept.ages, expired_by_age(swept, rules.expire)), soft_wrap=True)
         console.print("\n[dim]rows before, by the number of updates that named them[/]", soft_wrap=True)
-        console.print(_picture(swept.counts, None, 0), soft_wrap=True)
+        console.print(_picture(swept.counts, [0] * len(swept.counts)), soft_wrap=True)
 
 
-def _cut(rules: Retention, swept: Swept) -> str:
-    if swept.cut is None:
-        return ""
-    cut = f"{swept.cut:,.6g}"
-    what = {"oldest": f"of age {cut}", "rarest": f"named {cut} times", "smallest": f"of norm {cut}"}[rules.evict]
-    return f", the last one {what}"
-
-
-def _picture(bins: Sequence[Bin], limit: int | None, expired: int) -> Grid:
-    """Return a bar for each bin; `expired`: the rows of age `limit` or more, a part of the bars at the end."""
+def _picture(bins: Sequence[Bin], expired: Sequence[int]) -> Grid:
+    """Return a bar for each bin; `expired`: how many rows of each have expired."""
     grid = Grid.grid(padding=(0, 2, 0, 0))
     columns: list[Literal["left", "right"]] = ["right", "right", "left"]
     for justify in columns:
         grid.add_column(justify=justify, no_wrap=True)
     most = max(one.rows for one in bins)
-    left = expired - sum(one.rows for one in bins if limit is not None and one.low >= limit)
-    for one in bins:
+    for one, gone in zip(bins, expired, strict=True):
         span = f"{one.low:,}" if one.low == one.high else f"{one.low:,} to {one.high:,}"
-        gone = 0 if limit is None or one.high < limit else one.rows if one.low >= limit else left
         length = max(1, round(_BAR * one.rows / most))
         dashes = round(length * gone / one.rows)
         bar = f"[cyan]{_STAYS * (length - dashes)}[/][yellow]{_GOES * dashes}[/]"

@@ -1,7 +1,8 @@
 """`write_report`: one self-contained page about a run or a table, for ``bunkbed report``.
 
-1. `facts` opens the run or table read-only and gathers its facts; `hot_rows` counts uses in a run's pairs.
-2. `charts` draws figures over time as SVG with the page's colours, light and dark.
+1. `facts` opens the run or table read-only and gathers its facts; `hot_rows` counts uses in a run's pairs; `ages` reads
+   the ages of rows.
+2. `charts` draws figures as SVG with the page's colours, light and dark.
 3. `page` formats each figure and fills ``page.html.j2``, which escapes every name.
 """
 
@@ -24,21 +25,24 @@ def write_report(
 ) -> Path:
     """Write one self-contained HTML page about a run or a table, which needs no network and no other file.
 
-    Opens read-only and takes no lock, so that it works during a training. Starts no measurement: the machine's limits
-    are those that `bunkbed.machine.measure` (or ``bunkbed plan``) measured before.
+    Opens read-only and takes no lock, so that it works during a training. Reads the whole log of each table that has
+    ``expire=`` or ``max_rows=``, as ``sweep(dry_run=True)`` does, for the ages of its rows. Starts no
+    measurement: the machine's limits are those that `bunkbed.machine.measure` (or ``bunkbed plan``) measured before.
 
     Args:
         path: folder of a run, of a table, or of a sharded table.
         out: the page; default: ``report.html`` in a run's folder, and for a table its path with ``.html`` at the end.
         overwrite: replace an existing file.
-        ram: budget for reading, bytes or as ``"256MiB"``; must hold the directories of all tables.
+        ram: budget for reading, bytes or as ``"256MiB"``; must hold the directories of all tables. The search
+            for ages takes up to a tenth more.
 
     Returns:
         The page's path. The page is complete or absent.
 
     Raises:
         FileExistsError: `out` exists; it is not changed. FileNotFoundError: `path` does not exist.
-        FormatError: neither a run nor a table. CorruptionError: its last commit, or its configuration, is damaged.
+        FormatError: neither a run nor a table. CorruptionError: its last commit, its configuration, or a row
+        whose age is read, is damaged.
         ValueError: `ram` is too small (says how much is needed), or a line of the run's metrics is not a report.
         OSError: the page cannot be written. ModuleNotFoundError: matplotlib, jinja2 or pyarrow is not installed.
     """

@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from bunkbed.core.types import Json
+from bunkbed.table.sweeps import Bin, Swept, expired_by_age
 from bunkbed.train.output.display import main_metrics
 from bunkbed.train.output.plots import Metrics
 from bunkbed.train.report.hot_rows import Curve
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 SERIES = ("a", "b", "c", "d", "e", "f")
 _SIZE = (5.2, 2.3)  # inches: on a phone it shrinks to two thirds, and its numbers stay readable
 _PANEL = (0.115, 0.13, 0.85, 0.82)
+_FEWEST_BINS, _MOST_EDGES = 4, 9  # of a histogram: its width in bars, and its numbers
 _POINTS = 500  # of a line; more are not visible
 # Marks that are replaced by CSS variables: colours that matplotlib does not use by default.
 _MARKS = {name: f"#0f1e0{index}" for index, name in enumerate((*SERIES, "muted", "grid"))}
@@ -152,6 +154,21 @@ def hot_rows(curves: Sequence[Curve]) -> Chart:
     return Chart(_svg(draw), lines)
 
 
+def by_age(swept: Swept, expire: int | None) -> Chart:
+    """Draw the rows before a sweep by their age, the expired ones in another colour."""
+    expired = expired_by_age(swept, expire)
+    lines = [Line("a", "rows", f"{sum(one.rows for one in swept.ages) - sum(expired):,}")]
+    if expire is not None:
+        lines = [Line("a", "have not expired", lines[0].value), Line("b", "expired", f"{sum(expired):,}")]
+    return _bins(swept.ages, expired, "a", lines)
+
+
+def by_count(swept: Swept) -> Chart:
+    """Draw the rows before a sweep by the number of updates that named them."""
+    lines = [Line("c", "rows", f"{sum(one.rows for one in swept.counts):,}")]
+    return _bins(swept.counts, [0] * len(swept.counts), "c", lines)
+
+
 def series(entries: Sequence[Json], key: str) -> Points:
     """Return steps and values of a field of reports, without values that are not finite."""
     points = [(float(entry["global_step"]), float(entry[key])) for entry in entries if _is_number(entry.get(key))]
@@ -173,10 +190,10 @@ def thin(points: Points, most: int = _POINTS) -> Points:
 
 def compact(value: float) -> str:
     """
-    >>> compact(0), compact(950), compact(20_000), compact(1.5e6)
-    ('0', '950', '20k', '1.5M')
+    >>> compact(0), compact(950), compact(20_000), compact(1.5e6), compact(4.61e18)
+    ('0', '950', '20k', '1.5M', '4.61E')
     """
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+    for unit, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= size:
             return f"{value / size:g}{unit}"
     return f"{value:g}"
@@ -221,6 +238,27 @@ def _end(metrics: Metrics) -> float:
 
 def _percent(value: float, _: object) -> str:
     return f"{100 * value:g} %"
+
+
+def _bins(bins: Sequence[Bin], expired: Sequence[int], color: str, lines: list[Line]) -> Chart:
+    """Draw a bar for each bin, with its `expired` rows on top."""
+    if not bins:
+        return Chart(missing="No row with an age is stored.")
+    places = [one.high.bit_length() for one in bins]
+    edges = range(places[0], max(places[0] + _FEWEST_BINS, places[-1] + 1) + 1)
+    shown = edges[:: -(-len(edges) // _MOST_EDGES)]
+
+    def draw(panel: Axes) -> None:
+        stay = [one.rows - gone for one, gone in zip(bins, expired, strict=True)]
+        panel.bar(places, stay, width=0.9, color=_MARKS[color])
+        panel.bar(places, expired, bottom=stay, width=0.9, color=_MARKS["b"])
+        panel.set_xlim(edges[0] - 0.5, edges[-1] - 0.5)
+        # Bin i begins at 2**(i - 1), that of 0 at 0.
+        panel.set_xticks([edge - 0.5 for edge in shown], [compact(float(f"{1 << edge >> 1:.3g}")) for edge in shown])
+        panel.locator_params(axis="y", nbins=5, integer=True)
+        panel.yaxis.set_major_formatter(lambda value, _: compact(value))
+
+    return Chart(_svg(draw), lines)
 
 
 def _line(panel: Axes, points: Points, color: str, *, width: float, alpha: float = 1.0, dots: bool = False) -> None:

@@ -1,4 +1,7 @@
-"""Facts of a run or a table, gathered read-only from its files, without slow operations."""
+"""Facts of a run or a table, gathered read-only from its files.
+
+Only the ages of rows are slow to gather: they are read from the whole log.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from bunkbed.machine.read_paths import PATHS
 from bunkbed.machine.text import read_paths
 from bunkbed.table.table import Table
 from bunkbed.train.output.plots import Metrics, read_metrics
+from bunkbed.train.report.ages import Ages, ages_of
 from bunkbed.train.report.hot_rows import MOST_ROWS, Curve, count_uses, curve
 from bunkbed.train.settings.config import TrainConfig
 from bunkbed.train.settings.run_config import CONFIG_NAME, read_config
@@ -100,6 +104,7 @@ class Facts:
     Attributes:
         epoch: number of the reported commit; 0: none yet.
         disk: bytes on disk by purpose; see `_disk`.
+        ages: of the tables that have rules by which rows come and go.
         reads: by which access paths the epochs of a run read their records, as text.
     """
 
@@ -111,6 +116,7 @@ class Facts:
     tables: list[AboutTable]
     snapshots: list[bb.Snapshot]
     disk: dict[str, int]
+    ages: list[Ages] = field(default_factory=list)
     source: str = ""
     trained_by: str = ""
     options: list[Option] = field(default_factory=list)
@@ -169,7 +175,7 @@ def _newest(place: Path) -> list[str]:
 def _of_table(place: Path, kind: Kind, ram: float | str) -> Facts:
     with bb.open(place, mode="r", ram=ram) as table:
         about, epoch, meta = _about(place.name, table), table.epoch, table.meta
-        folders = _folders(table)
+        folders, ages = _folders(table), ages_of(place.name, table)
     kept = bb.describe_snapshots(place)
     manifest = f"manifest-{epoch:016d}" if kind == "table" else f"run-{epoch:016d}"
     why = {
@@ -189,6 +195,7 @@ def _of_table(place: Path, kind: Kind, ram: float | str) -> Facts:
         tables=[about],
         snapshots=kept,
         disk=_disk(place, [about], kept, {about.name: folders}),
+        ages=[] if ages is None else [ages],
         why=why,
     )
 
@@ -196,6 +203,7 @@ def _of_table(place: Path, kind: Kind, ram: float | str) -> Facts:
 def _of_run(place: Path, ram: float | str) -> Facts:
     why: dict[str, str] = {}
     tables: list[AboutTable] = []
+    ages: list[Ages | None] = []
     folders: dict[str, list[Path]] = {}
     epoch, meta = 0, {}
     kept: list[bb.Snapshot] = []
@@ -205,6 +213,7 @@ def _of_run(place: Path, ram: float | str) -> Facts:
             for name in run.table_names:
                 table = run.table(name)
                 tables.append(_about(name, table))
+                ages.append(ages_of(name, table))
                 folders[name] = _folders(table)
         kept = bb.describe_snapshots(place)
     else:
@@ -228,6 +237,7 @@ def _of_run(place: Path, ram: float | str) -> Facts:
         tables=tables,
         snapshots=kept,
         disk=_disk(place, tables, kept, folders),
+        ages=[one for one in ages if one is not None],
         source=str((config or {}).get("source", "")),
         trained_by=str((config or {}).get("bunkbed", "")),
         options=_options((config or {}).get("train", {})),

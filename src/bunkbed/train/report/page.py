@@ -11,6 +11,7 @@ from bunkbed.core.types import Json
 from bunkbed.machine.text import milliseconds, rates
 from bunkbed.train.output.plots import Metrics
 from bunkbed.train.report import charts
+from bunkbed.train.report.ages import Ages, bars_of, in_words
 from bunkbed.train.report.charts import Chart
 from bunkbed.train.report.facts import UNKNOWN, Facts, Limit, Option
 
@@ -85,6 +86,7 @@ def render(facts: Facts, *, now: datetime | None = None) -> str:
         limit=_limit(facts.limit) if facts.limit is not None else None,
         hot=charts.hot_rows(facts.curves) if facts.curves else Chart(missing=facts.why.get("curves", "")),
         hot_text=_hot_text(facts),
+        ages=[_ages(one) for one in facts.ages],
         disk=_disk(facts),
         disk_bytes=sum(facts.disk.values()),
         changed=[_option(one) for one in facts.options if one.differs],
@@ -313,6 +315,26 @@ def _disk(facts: Facts) -> list[Bar]:
         for key, (color, name, note) in _DISK.items()
         if facts.disk[key]
     ]
+
+
+def _ages(ages: Ages) -> Json:
+    swept, figures = ages.swept, []
+    if swept is not None:
+        unit = "steps" if ages.rules.clock == "step" else "units of the clock"
+        figures = [
+            Figure(
+                "Rows by age",
+                f"Stored rows by the {unit} since an update named them, or set or an import wrote them; each bar "
+                "begins at twice the age of the one before.",
+                charts.by_age(swept, ages.rules.expire),
+            ),
+            Figure(
+                "Rows by count",
+                "Stored rows by the number of updates that named them; 0 are those that were only set or imported.",
+                charts.by_count(swept),
+            ),
+        ]
+    return {"table": ages.table, "lines": in_words(ages), "figures": figures, "bars": bars_of(ages)}
 
 
 # ---- In words
