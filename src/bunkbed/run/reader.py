@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+from bunkbed import _native
+from bunkbed.core.retention import Retention
 from bunkbed.errors import BunkbedError, FormatError
 from bunkbed.files.run_files import RunFiles, RunManifest
 from bunkbed.run.sharded_tables import ShardedTables
@@ -41,6 +43,19 @@ class RunReader(Following):
         if self.mode == "w":
             raise ValueError(f"{self.folder.label} is open for writing and always up to date; this is for readers")
         return self.folder.label
+
+    # Internal: the names of the tables of the present commit whose rows go by sweeps. No table is opened.
+    def names_to_sweep(self) -> list[str]:
+        self._require_open()
+        with self._held():
+            return [name for name in self.manifest.table_names() if self._rules_of(name).removes]
+
+    def _rules_of(self, name: str) -> Retention:
+        """Return the rules of a table, and of a sharded one those of its first shard."""
+        sharding = self.manifest.sharded.get(name)
+        plain = name if sharding is None else sharding.names(name)[0]
+        spec, _, _ = _native.read_spec(str(self.folder.own_table(plain)), "", self.manifest.tables[plain])
+        return Retention.from_native(spec.retention)
 
     def _at(self) -> int:
         return self.manifest.epoch
