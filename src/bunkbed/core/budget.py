@@ -142,7 +142,7 @@ class Budget:
 
     # Internal: the least total of which `member` gets `num_bytes`, with the present members.
     def least_total(self, member: Member, num_bytes: int) -> int:
-        part = num_bytes - member.minimum_bytes()  # what each member gets beside its minimum, or what it still wants
+        part = num_bytes - member.minimum_bytes()  # what each member gets above its minimum, unless it wants less
         total = num_bytes
         for other in self.members():
             if other is not member:
