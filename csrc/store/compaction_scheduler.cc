@@ -34,8 +34,9 @@ void CompactionScheduler::count_commit_debt() {
 
 void CompactionScheduler::compact_some() {
   if (log_ == nullptr || is_running_) return;
+  const uint64_t left = urgent_debt();  // by a job that was stopped: the next one goes on with it
   count_debt();
-  const uint64_t debt = std::min(debt_, urgent_debt() + kSlice);
+  const uint64_t debt = std::min(debt_, urgent_debt() - std::min(left, urgent_debt()) + kSlice);
   debt_ -= debt;
   if (debt > 0) compactor_->run(debt, plan_->compaction_bytes);
   see_appends();  // the compactor's own appends create no debt

@@ -23,7 +23,8 @@ class CompactionScheduler {
   CompactionScheduler(const CompactionScheduler&) = delete;
   CompactionScheduler& operator=(const CompactionScheduler&) = delete;
 
-  // Compacts in proportion to the records appended since the last call. Does nothing while a background job compacts.
+  // Compacts in proportion to the records appended since the last call, and a slice of what a background job left. Does
+  // nothing while a background job compacts.
   void compact_some();
   // Compacts everything that is worth it. Returns the number of moved records.
   uint64_t compact_all();

@@ -162,7 +162,7 @@ TEST(compaction_of_a_commits_records_waits_for_its_end) {
       CHECK(log.scheduler.begin());
       log.run_job();
     } else {
-      log.scheduler.compact_some();
+      for (int step = 0; step < 2; ++step) log.scheduler.compact_some();
     }
     check_about(log.moved() - before, kPace * kCommitted, "the commit's records");
     log.scheduler.count_commit_debt();  // once only
@@ -277,6 +277,19 @@ TEST(compaction_is_not_behind_because_of_tombstones) {
   CHECK(!log.scheduler.is_behind());
   CHECK(log.job_goes_on());  // with the debt of the tombstones
   log.scheduler.end();
+}
+
+// A call that needs the table alone stops a job. The next step pays a slice of what is left, not all of it.
+TEST(compaction_of_what_a_job_left_takes_no_step_long) {
+  MostlyDead log;
+  log.append_new(1000);
+  CHECK(log.scheduler.begin());
+  log.scheduler.end();  // it was stopped
+  log.append_new(10);
+  log.scheduler.compact_some();
+  check_about(log.moved(), kPace * 10 + 512, "what the first step pays");
+  CHECK(log.scheduler.begin());
+  check_about(log.moved() + log.run_job(), kPace * 1010, "what the next job pays");
 }
 
 TEST(compaction_of_all_returns_what_it_moved) {
