@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
@@ -164,17 +164,31 @@ class Dataset:
         return self.train.num_items
 
 
+class SourceOptions(TypedDict, total=False):
+    """How files of interactions are read: the arguments of `read_dataset` with these names."""
+
+    user_col: Column
+    item_col: Column
+    header: HeaderChoice
+    layout: LayoutChoice
+    strict: bool
+    time_col: Column
+    rating_col: Column
+    min_rating: float | None
+    split: str
+
+
 def open_sources(
     path: PathLike,
     test: PathLike | None,
     *,
-    split: str,
-    time_col: Column,
-    rating_col: Column,
-    min_rating: float | None,
+    split: str = "random",
+    time_col: Column = None,
+    rating_col: Column = None,
+    min_rating: float | None = None,
     **options: Any,
 ) -> dict[str, Pairs]:
-    """Return the readers of the training file and of the test file, if there is one.
+    """Return the readers of the training file and of the test file, if there is one; see `SourceOptions`.
 
     Raises:
         ValueError: an option that needs another, or that is out of range. As `open_pairs`.

@@ -10,11 +10,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from bunkbed.files.durable import require_real
-from bunkbed.train.data.columns import HeaderChoice, LayoutChoice
-from bunkbed.train.data.interactions import Column, Dataset, open_sources
+from bunkbed.train.data.interactions import Dataset, SourceOptions, open_sources
 from bunkbed.train.data.reading import OnProgress, Reading
 from bunkbed.train.data.sort import Sorter
 from bunkbed.train.data.store import open_dataset, write_description, write_rows
@@ -33,22 +32,14 @@ def prepare_dataset(
     *,
     ram_bytes: int,
     test: str | os.PathLike[str] | None = None,
-    user_col: Column = None,
-    item_col: Column = None,
-    header: HeaderChoice = "auto",
-    layout: LayoutChoice = "auto",
-    strict: bool = True,
-    time_col: Column = None,
-    rating_col: Column = None,
-    min_rating: float | None = None,
-    split: str = "random",
     on_progress: OnProgress | None = None,
+    **options: Unpack[SourceOptions],
 ) -> Dataset:
     """Read interactions into `folder` and open the dataset there; its pairs and labels stay on disk.
 
     Args:
         folder: created if it does not exist; must not contain a dataset.
-        path: the training interactions; this and the other arguments are those of
+        path: the training interactions; this and `options` are arguments of
             `bunkbed.train.data.interactions.read_dataset`.
         ram_bytes: for sorting and grouping; the blocks of the source file are not included.
         test: held-out interactions.
@@ -61,26 +52,19 @@ def prepare_dataset(
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
     require_real(root)
-    sources = open_sources(
-        path,
-        test,
-        split=split,
-        time_col=time_col,
-        rating_col=rating_col,
-        min_rating=min_rating,
-        user_col=user_col,
-        item_col=item_col,
-        header=header,
-        layout=layout,
-        strict=strict,
-    )
+    sources = open_sources(path, test, **options)
 
     def keep(name: str, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
         write_rows(root / f"{name}.parquet", schema, batches, row_group=_ROW_GROUP)
 
     with Sorter(root / "preparing", ram_bytes, is_stored=True) as sorter:
         about = Reading(
-            sorter, sources, keep, on_progress or (lambda text, rows: None), split=split, min_rating=min_rating
+            sorter,
+            sources,
+            keep,
+            on_progress or (lambda text, rows: None),
+            split=options.get("split", "random"),
+            min_rating=options.get("min_rating"),
         ).run()
     write_description(root, about)
     return open_dataset(root)
