@@ -194,6 +194,23 @@ def test_what_cannot_be_known_is_refused(made: Made) -> None:
         bb.changes(chunk=0, **where)
 
 
+def test_a_new_cursor_must_not_have_the_name_of_a_snapshot(made: Made) -> None:
+    """It would give every row, where the changes since the snapshot were meant."""
+    table, commit, where = made
+    table.update([1, 2], np.ones((2, 3), np.float32))
+    commit()
+    assert take({}, bb.changes(since="mine", **where)) == 2
+    table.update([2], np.ones((1, 3), np.float32))
+    kept = commit(keep="yesterday")
+    table.update([3], np.ones((1, 3), np.float32))
+    commit(keep="mine")  # after the cursor
+    with pytest.raises(ValueError, match=f"'yesterday' is a snapshot, .*the number of its commit, {kept}, or give"):
+        bb.changes(since="yesterday", **where)
+    assert list(bb.cursors(**where)) == ["mine"]
+    assert take({}, bb.changes(since=kept, **where)) == 1
+    assert take({}, bb.changes(since="mine", **where)) == 2
+
+
 def test_going_back_undoes_commits_and_cursors(made: Made) -> None:
     table, _, where = made
     if "table" in where:

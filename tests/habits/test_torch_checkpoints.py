@@ -87,7 +87,8 @@ def test_a_version_that_is_dropped_is_warned_of_once(caplog: Any, tmp_path: Path
             shown.append([(one.levelno, one.getMessage()) for one in our_records(caplog)])
     assert shown[:2] == [[], []] and [level for ((level, _),) in shown[2:]] == [logging.WARNING, logging.INFO]
     assert shown[2][0][1] == (
-        "table 'user': commit 1, which a state_dict refers to, is dropped, as keep_checkpoints=2; None keeps all"
+        "table 'user': commit 1 is dropped, as keep_checkpoints=2: "
+        "a state_dict that needs it does not load; None keeps all"
     )
     with pytest.raises(RuntimeError, match=r"commit 1 was dropped.*commit\(keep='best'\), then the state_dict"):
         job.load(tmp_path / "0.pt")

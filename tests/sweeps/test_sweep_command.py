@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 import bunkbed as bb
+from bunkbed.core.budget import format_bytes
+from bunkbed.maintenance.snapshots import held_bytes
 
 pytest.importorskip("typer")
 Cli = Callable[..., tuple[int, str, str]]
@@ -37,7 +39,7 @@ def test_a_table(cli: Cli, tmp_path: Path) -> None:
         "rules expire after 5 (event), at most 20 rows, rarest go first, keep 10",
         "would go 20 that expired",
         "would go 4 beyond the most rows, the last one named 1 times",
-        "after 20 rows; the others took",
+        "after 20 rows; the others take",
         "commit 1, the last one",
         f"4 to 7 16 {'━' * 10}{'╌' * 30}",
     ):
@@ -57,6 +59,24 @@ def test_a_table(cli: Cli, tmp_path: Path) -> None:
     assert code == 0 and "went 10 that expired went 0 beyond the most rows spared 10 that expired" in shown, out
     assert "commit 7, made now" in shown and "commit 7, the last one" in " ".join(cli("sweep", "item")[1].split())
     assert json.loads(cli("info", "item", "--json")[1])["clock"] == 30
+
+
+def test_the_command_says_what_snapshots_hold(cli: Cli, tmp_path: Path) -> None:
+    with bb.create(tmp_path / "item", dim=64, expire=1, ram="8MiB") as table:
+        table.update(np.arange(4000), np.ones((4000, 64), np.float32))
+        table.commit(keep="best")
+        table.update(np.arange(10), np.ones((10, 64), np.float32))
+        table.commit()
+    assert "snapshots hold" not in cli("sweep", "item", "--dry-run")[1]
+    code, out, _ = cli("sweep", "item")
+    held = format_bytes(held_bytes(tmp_path / "item"))
+    assert code == 0 and f"snapshots hold {held} more, with rows that went; bunkbed snapshots lists" in out, out
+    assert "snapshots hold" not in cli("sweep", "item")[1]  # no row went
+    bb.drop_snapshot(tmp_path / "item", "best")
+    with bb.open(tmp_path / "item", ram="8MiB") as table:
+        table.update(np.arange(20, 30), np.ones((10, 64), np.float32))
+        table.commit()
+    assert "snapshots hold" not in cli("sweep", "item")[1]
 
 
 def test_the_command_frees_the_disk(cli: Cli, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_lone_table(tmp_path: Path) -> None:
     assert "table user commit 2" in page.text
     assert "rows stored 200 of 1,000" in page.text and "Adagrad(lr=0.5)" in page.text
     assert "A table keeps no history" in page.sections["learning"]
-    assert "A table does not know how often its rows were used" in page.sections["rows"]
+    assert "A table does not know how often its rows were looked up" in page.sections["rows"]
     assert "print(table.explain()) reports" in page.sections["tiers"]
     assert "all rows 31.2 KiB" in page.sections["tiers"]  # 1,000 of 32 bytes
     assert "epoch-1 1 " in page.sections["disk"] and " 100 " in page.sections["disk"]

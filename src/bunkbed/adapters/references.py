@@ -119,8 +119,9 @@ class References:
             if not {*self._also.pop(kept[name], ())} & {*table.snapshots().values()}:
                 _log.log(
                     logging.INFO if self._has_warned else logging.WARNING,
-                    "table %r: commit %d, which a %s refers to, is dropped, as keep_checkpoints=%d; None keeps all",
-                    table.name, kept[name], self._saved, self.keep,
+                    "table %r: commit %d is dropped, as keep_checkpoints=%d: a %s that needs it does not load; "
+                    "None keeps all",
+                    table.name, kept[name], self.keep, self._saved,
                 )  # fmt: skip
                 self._has_warned = True
             table.drop(name)

@@ -15,6 +15,7 @@ from bunkbed.core.budget import parse_bytes
 from bunkbed.core.typed import typed
 from bunkbed.feed import positions
 from bunkbed.feed.parts import Parts, commits_at, parts_of
+from bunkbed.files.run_files import RunFiles
 
 #: How often `changes` looks for a newer commit; the writer may collect the one it found.
 _ATTEMPTS = 20
@@ -136,7 +137,7 @@ def changes(
     Raises:
         ValueError: the commit is in the future, is gone, or was undone by going back to an earlier one; or rows
             deleted since then are no longer known. Read every row into an empty store then, with ``since=0`` or after
-            `drop_cursor`.
+            `drop_cursor`. Or a new cursor has the name of a snapshot.
         CorruptionError: a file is damaged. FileNotFoundError: no such table.
 
     >>> import bunkbed as bb, numpy as np
@@ -176,6 +177,7 @@ def _open(parts: Parts, since: int | str, cursor: str | None, chunk: int, ram: i
         )
         commit = positions.commit_of(parts, cursor)
         if commit == 0:
+            _require_no_snapshot(parts, cursor)
             positions.make(parts, cursor)
         held = [positions.position_of(part, cursor) for part in parts.parts]
         if commit > 0 and 0 in [own for own, _, _ in held]:
@@ -194,6 +196,15 @@ def _open(parts: Parts, since: int | str, cursor: str | None, chunk: int, ram: i
         for part, position in zip(parts.parts, held, strict=True)
     ]
     return Changes(parts, feeds, commit, cursor, chunk, [own if is_new else 0 for own, _, is_new in held])
+
+
+def _require_no_snapshot(parts: Parts, name: str) -> None:
+    snapshots = dict(_native.snapshots(str(parts.home))) if parts.commit is None else RunFiles(parts.home).snapshots()
+    if name in snapshots:
+        raise ValueError(
+            f"'{parts.label}': {name!r} is a snapshot, and a text is a cursor; for the changes since the snapshot give "
+            f"the number of its commit, {snapshots[name]}, or give the cursor another name"
+        )
 
 
 @typed

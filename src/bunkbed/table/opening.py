@@ -307,8 +307,10 @@ def open_table(
                 open_again(present, {**(wanted.create or {}), "disk": wanted.disk}, wanted.optimizer)
                 return present
         if not place.exists():
+            remedy = "make one with bb.create, or give open() create=dict(dim=...)"
             raise FileNotFoundError(
-                f"no table at {place}; make one with bb.create, or give open() create=dict(dim=...)"
+                f"no table at {place}; "
+                + (remedy if wanted.writable else "a reader waits until its writer has made it")
             )
         if not place.is_dir():
             raise FormatError(f"{place} is not a bunkbed table: it is not a directory")

@@ -76,12 +76,12 @@ class Swept:
 
         >>> import bunkbed as bb
         >>> str(bb.create(None, dim=8, expire=30).sweep())
-        '0 rows at clock 0: 0 expired and 0 beyond the most rows went, 0 spared; 0 B freed'
+        '0 rows at clock 0: 0 expired and 0 beyond the most rows went, 0 spared; their records take 0 B'
         """
-        went, freed = ("would go", "would be freed") if self.dry_run else ("went", "freed")
+        went = "would go" if self.dry_run else "went"
         return (
             f"{self.rows:,} rows at clock {self.clock:,}: {self.expired:,} expired and {self.evicted:,} beyond the "
-            f"most rows {went}, {self.spared:,} spared; {format_bytes(self.freed_bytes)} {freed}"
+            f"most rows {went}, {self.spared:,} spared; their records take {format_bytes(self.freed_bytes)}"
         )
 
 

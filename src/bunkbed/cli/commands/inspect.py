@@ -125,7 +125,11 @@ def check(
         console.print(f"         [b]{escape(problem.remedy)}[/]", soft_wrap=True)
     if report.leftovers:
         size = format_bytes(sum(size for _, size in report.leftovers))
-        console.print(f"{len(report.leftovers)} leftovers ({size}) that no commit names; --repair removes them")
+        console.print(
+            f"{len(report.leftovers)} leftovers ({size}) that no commit names, as after a kill; --repair or the next "
+            "opening for writing removes them",
+            soft_wrap=True,
+        )
     name = escape(str(path))
     if report:
         count = "1 problem" if len(report) == 1 else f"{len(report)} problems"
@@ -150,6 +154,7 @@ def snapshots(
 
     kind_of(path)
     before = {kept.name: kept for kept in bb.describe_snapshots(path)} if drop else {}
+    held = held_bytes(path) if drop else 0
     for name in drop or []:
         bb.drop_snapshot(path, name)
     found = bb.describe_snapshots(path)
@@ -166,10 +171,9 @@ def snapshots(
         return
     console = stdout()
     for name in drop or []:
-        freed = format_bytes(before[name].own_bytes)
-        console.print(
-            f"dropped {escape(name)} (commit {before[name].epoch}, {freed} that only it held)", soft_wrap=True
-        )
+        console.print(f"dropped {escape(name)} (commit {before[name].epoch})", soft_wrap=True)
+    if drop:
+        console.print(f"[dim]{format_bytes(held - held_bytes(path))} that no other commit needs[/]")
     if not found:
         console.print(f"{escape(str(path))} keeps no snapshots", soft_wrap=True)
         return
@@ -188,7 +192,8 @@ def snapshots(
             format_bytes(kept.own_bytes),
         )
     console.print(grid)
-    console.print(f"[dim]together they hold {format_bytes(held_bytes(path))} beyond the newest commit[/]")
+    together = f"together they hold {format_bytes(held_bytes(path))} beyond the newest commit"
+    console.print(f"[dim]{together}; what several hold is freed with the last of these[/]", soft_wrap=True)
 
 
 def _about(table: Table) -> Json:
@@ -327,7 +332,7 @@ def _rows(about: Json) -> str:
 
 def _disk(about: Json) -> str:
     line = (
-        f"{format_bytes(about['disk_bytes'])} in {about['segments']} segments, "
+        f"{format_bytes(about['disk_bytes'])} of the last commit in {about['segments']} segments, "
         f"{format_bytes(about['live_bytes'])} of it live"
     )
     return line + (f"; ids of {about['tombstones']:,} deleted rows" if about["tombstones"] else "")

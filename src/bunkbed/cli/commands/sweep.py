@@ -25,6 +25,7 @@ from bunkbed.core.budget import format_bytes
 from bunkbed.core.retention import Retention, cut_text, rules_text
 from bunkbed.core.types import Json
 from bunkbed.files.kinds import kind_of
+from bunkbed.maintenance.snapshots import held_bytes
 from bunkbed.run.run import Run
 from bunkbed.table.sweeps import Bin, Swept, expired_by_age
 from bunkbed.table.table import Table
@@ -201,6 +202,12 @@ def _print(path: Path, done: Sequence[_Done], version: int, *, is_new: bool, as_
         if index:
             stdout().print()
         _print_text(title, one, f"{version}, made now" if is_new else f"{version}, the last one")
+    went = any(one.swept.removed and not one.swept.dry_run for one in done)
+    if went and not as_json and (held := held_bytes(path)):
+        text = (
+            f"snapshots hold {format_bytes(held)} more, with rows that went; bunkbed snapshots lists them, and --drop"
+        )
+        stdout().print(f"\n[dim]{text} frees their disk[/]", soft_wrap=True)
 
 
 def _print_text(title: str, done: _Done, commit: str) -> None:
@@ -217,7 +224,8 @@ def _print_text(title: str, done: _Done, commit: str) -> None:
         lines.add_row(goes, f"{swept.evicted:,} beyond the most rows" + cut_text(rules, swept.cut))
     if swept.spared:
         lines.add_row("spared", f"{swept.spared:,} that expired, because of keep")
-    lines.add_row("after", f"{swept.rows - swept.removed:,} rows; the others took {format_bytes(swept.freed_bytes)}")
+    take = "take" if swept.dry_run else "took"
+    lines.add_row("after", f"{swept.rows - swept.removed:,} rows; the others {take} {format_bytes(swept.freed_bytes)}")
     if not swept.dry_run:
         lines.add_row("disk", f"{format_bytes(disk[0])} before, {format_bytes(disk[1])} now")
     lines.add_row("commit", commit)

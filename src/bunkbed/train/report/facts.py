@@ -181,8 +181,8 @@ def _of_table(place: Path, kind: Kind, ram: float | str) -> Facts:
     why = {
         "metrics": "A table keeps no history. The process that has it open can report what it did "
         "(print(table.explain()), table.stats()), and a run of bunkbed train stores it.",
-        "curves": "A table does not know how often its rows were used: its cache counts for itself, in RAM, and only "
-        "as much as it needs. Of a run the saved pairs tell.",
+        "curves": "A table does not know how often its rows were looked up: its cache counts for itself, in RAM, and "
+        "only as much as it needs. Of a run the saved pairs tell.",
         "limit": "In the process that has the table open, print(table.explain()) reports what it did, and how near "
         "that was to the machine's limit.",
     }

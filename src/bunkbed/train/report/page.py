@@ -18,7 +18,11 @@ from bunkbed.train.report.facts import UNKNOWN, Facts, Limit, Option
 _DISK = {
     "live": ("a", "rows", "the newest record of every stored row, weights and optimizer state"),
     "snapshots": ("d", "snapshots", "what only snapshots hold; dropping them frees it"),
-    "superseded": ("b", "older records", "until compaction removes them; and what a writer has not committed yet"),
+    "superseded": (
+        "b",
+        "older records",
+        "until compaction removes them; ids of deleted and of counted rows; what is not committed yet",
+    ),
     "checkpoints": ("c", "directory", "checkpoint of where each row lies, for opening at once"),
     "dense": ("e", "dense weights", "of the model, with their optimizer state"),
     "data": ("f", "interactions", "the run's own copy of the pairs it is trained on"),
