@@ -28,6 +28,8 @@ SMALL = ("update", "update", "update", "lookup", "lookup touch", "set", "commit"
 #: Public names and arguments that no story uses, each with the reason.
 UNUSED = {
     "Budget.members": "of the device tier only: test_device_memory.py",
+    "Budget.least_total": "of the device tier only: test_device_cache.py",
+    "Run.names_to_sweep": "of bunkbed sweep only: test_sweep_command.py",
     "ShardedTable.shard_stats": "of `bunkbed inspect` only: test_cli_tables.py",
     "Run.become_sharded": "of layers' checkpoints: test_sharded_commits.py",
     "ShardedTable.open.directories": "of shards that were moved: test_sharded.py",
