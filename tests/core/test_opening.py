@@ -339,6 +339,15 @@ for number in range(60):
 """
 
 
+@pytest.mark.parametrize(
+    ("mode", "remedy"),
+    [("r", "a reader waits until its writer has made it"), ("w", "make one with bb.create, or give")],
+)
+def test_where_nothing_is_the_error_says_what_to_do(mode: str, remedy: str, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=f"no table at .*none; {remedy}"):
+        bb.open(tmp_path / "none", mode=mode, ram="4MiB")  # type: ignore[arg-type]
+
+
 def test_a_table_that_another_process_is_making_is_not_there_yet(tmp_path: Path) -> None:
     opened, coming = 0, [0]
     with subprocess.Popen([sys.executable, "-c", CREATE, str(tmp_path)], stdout=subprocess.PIPE) as process:

@@ -265,7 +265,7 @@ def test_what_the_command_line_shows(tmp_path: Path, cli: Callable[..., tuple[in
     assert "admit 0.125; the writer's table.stats() counts admitted and refused rows" in " ".join(out.split())
     assert json.loads(cli("info", "rare", "--json")[1])["rules"]["admit"] == 0.125
     out = " ".join(cli("info", "third")[1].split())
-    assert "admit from the step number 3 that names it; 200 ids are counted; the writer's" in out
+    assert "store a row at 3 steps that name it; 200 ids are counted; the writer's" in out
     assert json.loads(cli("info", "third", "--json")[1])["counted_ids"] == 200
     out = " ".join(cli("info", "both")[1].split())
     assert "rules expire after 4 (step), admit 0.5; the clock is at 1; the writer's" in out

@@ -150,8 +150,7 @@ def test_admission_alone_has_no_ages(tmp_path: Path, monkeypatch: pytest.MonkeyP
             table.update(ids, np.ones((len(ids), 2), np.float32))
     page, _ = report(tmp_path / "item")
     assert page.sections["ages"].endswith(
-        "rules admit from the step number 2 that names it rows stored 1 ids counted 3 that steps have named and not "
-        "stored "
+        "rules store a row at 2 steps that name it rows stored 1 ids counted 3 that steps have named and not stored "
     )
     assert page.charts() == 0
 

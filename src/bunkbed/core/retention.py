@@ -125,19 +125,10 @@ def rules_text(rules: Retention) -> str:
     if rules.keep:
         parts.append(f"keep {rules.keep:,}")
     if rules.counts_steps:
-        parts.append(f"admit from the step number {rules.admit} that names it")
+        parts.append(f"store a row at {rules.admit} steps that name it")
     elif rules.admit is not None:
         parts.append(f"admit {rules.admit:g}")
     return ", ".join(parts) or "none"
-
-
-def cut_text(rules: Retention, cut: float | None) -> str:
-    """Return `Swept.cut` as text: ``, the last one of age 30``; empty for None."""
-    if cut is None:
-        return ""
-    number = f"{cut:,.6g}"
-    what = {"oldest": f"of age {number}", "rarest": f"named {number} times", "smallest": f"of norm {number}"}
-    return f", the last one {what[rules.evict]}"
 
 
 def _as_admission(admit: object) -> float:

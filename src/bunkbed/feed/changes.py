@@ -15,7 +15,7 @@ from bunkbed.core.budget import parse_bytes
 from bunkbed.core.typed import typed
 from bunkbed.feed import positions
 from bunkbed.feed.parts import Parts, commits_at, parts_of
-from bunkbed.files.run_files import RunFiles
+from bunkbed.files.run_files import kept_commits
 
 #: How often `changes` looks for a newer commit; the writer may collect the one it found.
 _ATTEMPTS = 20
@@ -199,7 +199,7 @@ def _open(parts: Parts, since: int | str, cursor: str | None, chunk: int, ram: i
 
 
 def _require_no_snapshot(parts: Parts, name: str) -> None:
-    snapshots = dict(_native.snapshots(str(parts.home))) if parts.commit is None else RunFiles(parts.home).snapshots()
+    snapshots = kept_commits(parts.home)
     if name in snapshots:
         raise ValueError(
             f"'{parts.label}': {name!r} is a snapshot, and a text is a cursor; for the changes since the snapshot give "

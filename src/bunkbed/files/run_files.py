@@ -543,3 +543,9 @@ def is_sharded(place: Path) -> bool:
     """Return whether `place` has a sharded table."""
     files = RunFiles(place)
     return bool(files.epochs()) and files.load_newest().sharding is not None
+
+
+def kept_commits(place: Path) -> dict[str, int]:
+    """Return the kept commits of the table, sharded table or run at `place`: name -> number, oldest first."""
+    files = RunFiles(place)
+    return files.snapshots() if files.epochs() else dict(_native.snapshots(str(files.directory)))

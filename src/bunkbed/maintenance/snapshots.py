@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from bunkbed import _native
 from bunkbed.core.typed import typed
 from bunkbed.core.types import Json
-from bunkbed.files.run_files import RunFiles
+from bunkbed.files.run_files import RunFiles, kept_commits
 from bunkbed.run.run import Run
 from bunkbed.table.opening import open_writer, path_lock, resolve
 
@@ -52,8 +52,7 @@ def snapshots(path: str | os.PathLike[str]) -> dict[str, int]:
     Raises:
         FileNotFoundError, FormatError: `path` has neither a table nor a run.
     """
-    files = RunFiles(resolve(path))
-    return files.snapshots() if files.epochs() else dict(_native.snapshots(str(files.directory)))
+    return kept_commits(resolve(path))
 
 
 @typed

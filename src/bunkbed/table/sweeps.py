@@ -34,6 +34,10 @@ class Bin:
     high: int
     rows: int
 
+    def __str__(self) -> str:
+        """Return the span, ``4 to 7``."""
+        return f"{self.low:,}" if self.low == self.high else f"{self.low:,} to {self.high:,}"
+
 
 @dataclass(frozen=True)
 class Swept:
@@ -83,6 +87,23 @@ class Swept:
             f"{self.rows:,} rows at clock {self.clock:,}: {self.expired:,} expired and {self.evicted:,} beyond the "
             f"most rows {went}, {self.spared:,} spared; their records take {format_bytes(self.freed_bytes)}"
         )
+
+
+def removal_lines(swept: Swept, rules: Retention) -> list[tuple[str, str]]:
+    """Return what goes by each rule and what stays nevertheless, for displays: ``("went", "3 that expired")``, ..."""
+    goes, lines = "would go" if swept.dry_run else "went", []
+    if rules.expire is not None:
+        lines.append((goes, f"{swept.expired:,} that expired"))
+    if rules.max_rows is not None:
+        last = ""
+        if swept.cut is not None:
+            number = f"{swept.cut:,.6g}"
+            what = {"oldest": f"of age {number}", "rarest": f"named {number} times", "smallest": f"of norm {number}"}
+            last = f", the last one {what[rules.evict]}"
+        lines.append((goes, f"{swept.evicted:,} beyond the most rows{last}"))
+    if swept.spared:
+        lines.append(("spared", f"{swept.spared:,} that expired, because of keep"))
+    return lines
 
 
 def expired_by_age(swept: Swept, expire: int | None) -> list[int]:

@@ -153,17 +153,16 @@ def snapshots(
     import bunkbed as bb
 
     kind_of(path)
-    before = {kept.name: kept for kept in bb.describe_snapshots(path)} if drop else {}
-    held = held_bytes(path) if drop else 0
+    before, held_before = (bb.snapshots(path), held_bytes(path)) if drop else ({}, 0)
     for name in drop or []:
         bb.drop_snapshot(path, name)
-    found = bb.describe_snapshots(path)
+    found, held = bb.describe_snapshots(path), held_bytes(path)
     if json:
         print_json(
             {
                 "path": path,
                 "snapshots": {kept.name: kept.epoch for kept in found},
-                "held_bytes": held_bytes(path),
+                "held_bytes": held,
                 "details": [kept.as_dict() for kept in found],
                 "dropped": drop or [],
             }
@@ -171,9 +170,9 @@ def snapshots(
         return
     console = stdout()
     for name in drop or []:
-        console.print(f"dropped {escape(name)} (commit {before[name].epoch})", soft_wrap=True)
+        console.print(f"dropped {escape(name)} (commit {before[name]})", soft_wrap=True)
     if drop:
-        console.print(f"[dim]{format_bytes(held - held_bytes(path))} that no other commit needs[/]")
+        console.print(f"[dim]{format_bytes(held_before - held)} that no other commit needs[/]")
     if not found:
         console.print(f"{escape(str(path))} keeps no snapshots", soft_wrap=True)
         return
@@ -192,7 +191,7 @@ def snapshots(
             format_bytes(kept.own_bytes),
         )
     console.print(grid)
-    together = f"together they hold {format_bytes(held_bytes(path))} beyond the newest commit"
+    together = f"together they hold {format_bytes(held)} beyond the newest commit"
     console.print(f"[dim]{together}; what several hold is freed with the last of these[/]", soft_wrap=True)
 
 

@@ -22,12 +22,12 @@ from bunkbed.cli.shared.console import (
     stdout,
 )
 from bunkbed.core.budget import format_bytes
-from bunkbed.core.retention import Retention, cut_text, rules_text
+from bunkbed.core.retention import Retention, rules_text
 from bunkbed.core.types import Json
 from bunkbed.files.kinds import kind_of
 from bunkbed.maintenance.snapshots import held_bytes
 from bunkbed.run.run import Run
-from bunkbed.table.sweeps import Bin, Swept, expired_by_age
+from bunkbed.table.sweeps import Bin, Swept, expired_by_age, removal_lines
 from bunkbed.table.table import Table
 
 _BAR = 40  # columns of the longest bar
@@ -216,14 +216,10 @@ def _print_text(title: str, done: _Done, commit: str) -> None:
     lines = Grid.grid(padding=(0, 3, 0, 0))
     lines.add_column(style="dim", no_wrap=True)
     lines.add_column()
-    goes = "would go" if swept.dry_run else "went"
     lines.add_row("before", f"{swept.rows:,} rows, clock {swept.clock:,}")
     lines.add_row("rules", rules_text(rules))
-    lines.add_row(goes, f"{swept.expired:,} that expired")
-    if rules.max_rows is not None:
-        lines.add_row(goes, f"{swept.evicted:,} beyond the most rows" + cut_text(rules, swept.cut))
-    if swept.spared:
-        lines.add_row("spared", f"{swept.spared:,} that expired, because of keep")
+    for what, rows in removal_lines(swept, rules):
+        lines.add_row(what, rows)
     take = "take" if swept.dry_run else "took"
     lines.add_row("after", f"{swept.rows - swept.removed:,} rows; the others {take} {format_bytes(swept.freed_bytes)}")
     if not swept.dry_run:
@@ -247,9 +243,8 @@ def _picture(bins: Sequence[Bin], expired: Sequence[int]) -> Grid:
         grid.add_column(justify=justify, no_wrap=True)
     most = max(one.rows for one in bins)
     for one, gone in zip(bins, expired, strict=True):
-        span = f"{one.low:,}" if one.low == one.high else f"{one.low:,} to {one.high:,}"
         length = max(1, round(_BAR * one.rows / most))
         dashes = round(length * gone / one.rows)
         bar = f"[cyan]{_STAYS * (length - dashes)}[/][yellow]{_GOES * dashes}[/]"
-        grid.add_row(span, f"{one.rows:,}", bar)
+        grid.add_row(str(one), f"{one.rows:,}", bar)
     return grid

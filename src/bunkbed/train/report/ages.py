@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bunkbed.core.budget import format_bytes
-from bunkbed.core.retention import Retention, cut_text, rules_text
-from bunkbed.table.sweeps import Bin, Swept, expired_by_age
+from bunkbed.core.retention import Retention, rules_text
+from bunkbed.table.sweeps import Swept, expired_by_age, removal_lines
 from bunkbed.table.table import Table
 
 
@@ -56,14 +56,8 @@ def in_words(ages: Ages) -> list[tuple[str, str]]:
         lines.append(("ids counted", f"{ages.counted_ids:,} that steps have named and not stored"))
     if swept is None:
         return lines
-    if rules.expire is not None:
-        lines.append(("would go", f"{swept.expired:,} that expired"))
-    if rules.max_rows is not None:
-        lines.append(("would go", f"{swept.evicted:,} beyond the most rows{cut_text(rules, swept.cut)}"))
-    if swept.spared:
-        lines.append(("spared", f"{swept.spared:,} that expired, because of keep"))
     left = f"{swept.rows - swept.removed:,} rows; the others take {format_bytes(swept.freed_bytes)}"
-    return [*lines, ("after a sweep", left)]
+    return [*lines, *removal_lines(swept, rules), ("after a sweep", left)]
 
 
 def bars_of(ages: Ages) -> list[tuple[str, list[tuple[str, str, str]]]]:
@@ -76,13 +70,9 @@ def bars_of(ages: Ages) -> list[tuple[str, list[tuple[str, str, str]]]]:
         (
             title,
             [
-                (_span(one), f"{one.rows:,}", "" if expired is None else f"{expired[index]:,}")
+                (str(one), f"{one.rows:,}", "" if expired is None else f"{expired[index]:,}")
                 for index, one in enumerate(bins)
             ],
         )
         for title, bins, expired in pictures
     ]
-
-
-def _span(one: Bin) -> str:
-    return f"{one.low:,}" if one.low == one.high else f"{one.low:,} to {one.high:,}"
