@@ -99,6 +99,7 @@ torture: $(VENV)/.test
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $$(find csrc -name '*.h' -o -name '*.cc')
 	$(BIN)/python -c "import importlib.util as u, pathlib, shutil; \
 	  shutil.copy(pathlib.Path(u.find_spec('bunkbed._native').origin).with_name('_native.pyi'), 'src/bunkbed')"
 	$(BIN)/mypy

@@ -16,7 +16,8 @@ inline std::atomic<bool> failpoints_armed{false};
 void reach_failpoint(const char* name);
 
 inline void failpoint(const char* name) {
-  if (failpoints_armed.load(std::memory_order_relaxed)) [[unlikely]] reach_failpoint(name);
+  if (failpoints_armed.load(std::memory_order_relaxed)) [[unlikely]]
+    reach_failpoint(name);
 }
 
 // Takes the action once, at the `nth` time from now that the place is reached (1: the next), or at each time (0). An

@@ -35,7 +35,7 @@ struct OptimizerSpec {
   double beta2 = 0.999;
   double weight_decay = 0.0;
   double initial_accumulator = 0.0;
-  bool decoupled = false;  // weight decay applied to the weight, not added to the gradient
+  bool decoupled = false;               // weight decay applied to the weight, not added to the gradient
   DType state_dtype = DType::kFloat32;  // of every slot; the update itself is float32
 
   bool operator==(const OptimizerSpec&) const = default;
@@ -49,20 +49,22 @@ inline constexpr uint32_t kMostAdmitFrom = 128;
 
 // What the ages of rows are counted in: the table's steps, or a clock that the caller sets. Values are file format.
 enum class AgeClock : uint8_t { kStep = 0, kEvent = 1 };
-// Which rows go first where there are too many: those named longest ago, by the fewest steps, or with the smallest norm.
-// Values are file format.
+// Which rows go first where there are too many: those named longest ago, by the fewest steps, or with the smallest
+// norm. Values are file format.
 enum class EvictFirst : uint8_t { kOldest = 0, kRarest = 1, kSmallest = 2 };
 
 // Which rows a sweep leaves (scan/removable.h), and which ones updates store. A table with a rule for sweeps keeps the
 // usage of each row in its record.
 struct Retention {
-  int64_t expire = 0;    // a row that was not named for so many units of the clock goes; 0: no row goes by age
+  int64_t expire = 0;  // a row that was not named for so many units of the clock goes; 0: no row goes by age
   AgeClock clock = AgeClock::kStep;
   int64_t max_rows = 0;  // the most rows that stay; 0: no bound
   EvictFirst evict = EvictFirst::kOldest;
-  int64_t keep = 0;      // a sweep never leaves fewer rows
-  double admit = 0.0;    // the probability with which a step stores a row that is not stored (format/admission.h); 0: always
-  uint32_t admit_from = 0;  // a row is stored by the step with this number among those that name it; 0: by the first one
+  int64_t keep = 0;  // a sweep never leaves fewer rows
+  double admit =
+      0.0;  // the probability with which a step stores a row that is not stored (format/admission.h); 0: always
+  uint32_t admit_from =
+      0;  // a row is stored by the step with this number among those that name it; 0: by the first one
 
   // Whether there is a rule for sweeps.
   bool is_set() const { return expire > 0 || max_rows > 0; }

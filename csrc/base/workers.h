@@ -21,7 +21,7 @@ class Loop {
  public:
   using Body = std::function<void(size_t begin, size_t end)>;
   Loop(size_t n, size_t grain, const Body& body) : n_(n), grain_(grain), body_(body) {}
-  void work();                        // claim and run blocks until none is left
+  void work();  // claim and run blocks until none is left
   // Throws the first exception of any block, if there was one. Requires that no thread works on the loop any more.
   void rethrow() NO_THREAD_SAFETY_ANALYSIS;
   bool exhausted() const { return next_.load(std::memory_order_relaxed) >= n_; }
@@ -35,7 +35,7 @@ class Loop {
   Mutex error_mutex_{LockLevel::kLocal};
   std::exception_ptr error_ GUARDED_BY(error_mutex_);
   std::atomic<size_t> helpers_{0};  // threads inside work(); changed under the pool's mutex, read without it
-  size_t wanted_ = 0;   // guarded by the pool's mutex: helpers that may still join
+  size_t wanted_ = 0;               // guarded by the pool's mutex: helpers that may still join
 };
 
 class Pool {
@@ -60,7 +60,7 @@ class Pool {
   void wake(size_t wanted);  // wakes that many threads, or all
   const bool spins_;
   std::atomic<size_t> num_loops_{0};  // loops_.size(), for threads that read it without the mutex
-  Mutex mutex_;  // guards also the counters of every Loop
+  Mutex mutex_;                       // guards also the counters of every Loop
   std::condition_variable wake_;
   std::condition_variable done_;
   std::deque<std::shared_ptr<Loop>> loops_ GUARDED_BY(mutex_);
@@ -76,8 +76,8 @@ void set_num_threads(size_t n);
 
 // Runs body over [0, n) on up to num_threads() threads; inline when n <= grain.
 void parallel_for(size_t n, size_t grain, const Loop::Body& body);
-// Runs body(i) for each item i; work[i] says how large an item is, and `grain` how much work is worth a thread. Items that
-// are more than a thread's share, and all items of little work, run one after another, with their own loops on all
+// Runs body(i) for each item i; work[i] says how large an item is, and `grain` how much work is worth a thread. Items
+// that are more than a thread's share, and all items of little work, run one after another, with their own loops on all
 // threads. Threads share the others, each with its own loops inline. Runs every item, also after one that throws; then
 // throws the exception of the first.
 void parallel_items(const std::vector<size_t>& work, size_t grain, const std::function<void(size_t item)>& body);

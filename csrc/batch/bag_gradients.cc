@@ -71,8 +71,12 @@ ExactSum sum_bag_gradients(const Batch& batch, const BagGradients& bags, float* 
           std::fill_n(rows + (block_end - block), kPoolAhead, rows);  // prefetched, not read: an address in cache
         }
         const uint32_t end = std::min(starts[u + 1], block_end);
-        const PoolRun run{rows + (done - block), weights + (done - block), int64_t{end - done},
-                          done == starts[u] ? PoolFrom::kFirst : PoolFrom::kOut, false, 1.0f};
+        const PoolRun run{rows + (done - block),
+                          weights + (done - block),
+                          int64_t{end - done},
+                          done == starts[u] ? PoolFrom::kFirst : PoolFrom::kOut,
+                          false,
+                          1.0f};
         k.pool_rows(DType::kFloat32, static_cast<int64_t>(dim), run, sums + u * dim);
         done = end;
       }

@@ -19,9 +19,9 @@ constexpr size_t kWholeIdsOfMany = size_t{1} << 15;
 constexpr size_t kFewThreads = 3;
 constexpr size_t kPartitionIds = 2048;  // ids of a partition, approximately
 constexpr size_t kMaxPartitions = 256;
-constexpr size_t kChunkIds = 4096;  // ids of one block of a pass over the batch
+constexpr size_t kChunkIds = 4096;     // ids of one block of a pass over the batch
 constexpr uint32_t kFirst = 1u << 31;  // in an index: the key's first occurrence
-constexpr size_t kKeptSlots = 16384;  // slots of a thread's hash table that are kept between batches
+constexpr size_t kKeptSlots = 16384;   // slots of a thread's hash table that are kept between batches
 
 size_t partitions_of(size_t n) { return std::min(kMaxPartitions, std::bit_ceil(n / kPartitionIds)); }
 
@@ -229,7 +229,7 @@ void Batch::assign_parts(const int64_t* ids, size_t n, const uint32_t* members) 
   unique_.resize(total);
   offsets_.resize(total + 1);
   offsets_[total] = static_cast<uint32_t>(n);
-  ArrayVector<uint32_t> numbers(n);  // numbers[begins[p] + u]: of the distinct key u of partition p
+  ArrayVector<uint32_t> numbers(n);     // numbers[begins[p] + u]: of the distinct key u of partition p
   ArrayVector<uint32_t> groups(total);  // of a row, by number: where in `starts` its group is
   // Visits the places of a chunk in order: visit(place, partition, the entry of `index`).
   const auto visit_chunk = [&](size_t c, auto&& visit) {
@@ -274,9 +274,8 @@ void Batch::assign_parts(const int64_t* ids, size_t n, const uint32_t* members) 
   parallel_for(num_blocks, 1, [&](size_t from, size_t to) {
     for (size_t block = from; block < to; ++block) {
       if (block >= num_row_blocks) {
-        visit_chunk(block - num_row_blocks, [&](size_t i, size_t p, uint32_t at) {
-          inverse_[i] = numbers[begins[p] + (at & ~kFirst)];
-        });
+        visit_chunk(block - num_row_blocks,
+                    [&](size_t i, size_t p, uint32_t at) { inverse_[i] = numbers[begins[p] + (at & ~kFirst)]; });
         continue;
       }
       for (size_t row = block * kChunkIds; row < std::min(total, (block + 1) * kChunkIds); ++row) {
@@ -301,7 +300,8 @@ size_t Batch::write_numbers(size_t most, int64_t* out) const {
   int64_t* piece = firsts + rows;
   for (size_t u = 0, first = 0; u < rows; ++u) {
     firsts[u] = static_cast<int64_t>(first);
-    for (size_t place = offsets_[u]; place < offsets_[u + 1]; place += most, ++first) *piece++ = static_cast<int64_t>(place);
+    for (size_t place = offsets_[u]; place < offsets_[u + 1]; place += most, ++first)
+      *piece++ = static_cast<int64_t>(place);
   }
   return pieces;
 }

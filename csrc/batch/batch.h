@@ -35,9 +35,9 @@ class Batch {
   const ArrayVector<uint32_t>& order() const { return order_; }      // places grouped by unique row, ascending in each
   const ArrayVector<uint32_t>& offsets() const { return offsets_; }  // (num_unique + 1) starts into order()
 
-  // Writes what a device needs for lookups and sums of gradients: inverse() [N], order() [N], the start of each row in it
-  // [U] and, where a row has more than `most` places, the first piece of each row [U] and the first place of each piece
-  // [P]. A piece has at most `most` places of one row. Returns P, or 0 where no row is cut. `out` has room for
+  // Writes what a device needs for lookups and sums of gradients: inverse() [N], order() [N], the start of each row in
+  // it [U] and, where a row has more than `most` places, the first piece of each row [U] and the first place of each
+  // piece [P]. A piece has at most `most` places of one row. Returns P, or 0 where no row is cut. `out` has room for
   // max_numbers(most) numbers.
   size_t write_numbers(size_t most, int64_t* out) const;
   size_t max_numbers(size_t most) const { return 2 * size() + 3 * num_unique() + size() / most; }
@@ -45,11 +45,11 @@ class Batch {
   // Where the rows were when the directory last had `version`. The store fills it, so that no later operation on the
   // batch locates them again while that version stands. Only one table at a time may use a batch.
   struct Placement {
-    ArrayVector<uint32_t> frames;    // of unique(), or no frame
-    ArrayVector<uint64_t> entries;   // of the directory, for the rows without a frame; the others are undefined
-    size_t missing = 0;              // rows without a frame
+    ArrayVector<uint32_t> frames;   // of unique(), or no frame
+    ArrayVector<uint64_t> entries;  // of the directory, for the rows without a frame; the others are undefined
+    size_t missing = 0;             // rows without a frame
     uint64_t version = 0;
-    uint64_t step = 0;             // in which the rows were touched; 0: none
+    uint64_t step = 0;  // in which the rows were touched; 0: none
   };
   Placement& placement() const { return placement_; }
 

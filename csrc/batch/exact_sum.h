@@ -30,7 +30,7 @@ class ExactSum {
 
  private:
   static constexpr size_t kLimbs = kWords - 1;
-  static constexpr int kLowest = 1023 - 298;  // the biased exponent of 2^-298
+  static constexpr int kLowest = 1023 - 298;    // the biased exponent of 2^-298
   static constexpr size_t kMostAdds = 1 << 10;  // each adds less than 2^53 to a limb
 
   void carry();

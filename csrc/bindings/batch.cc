@@ -95,10 +95,11 @@ void bind_batch(nb::module_& m) {
           "offsets", [](const Batch& batch) { return wide(batch.offsets()); },
           "int64[U + 1], a copy: where the groups of order() start, and where the last one ends.")
       .def("max_numbers", &max_numbers<Batch>, "most"_a, "The most numbers that write_numbers() writes.")
-      .def("write_numbers", &write_numbers<Batch>, "most"_a, "out"_a,
-           "Write inverse() [N], order() [N], offsets() without its end [U] and, if an id is there more than `most` "
-           "times, the first piece of each id [U] and the place where each piece starts [P]: a piece has at most `most` "
-           "places of one id. Return P, or 0 if no id is cut.")
+      .def(
+          "write_numbers", &write_numbers<Batch>, "most"_a, "out"_a,
+          "Write inverse() [N], order() [N], offsets() without its end [U] and, if an id is there more than `most` "
+          "times, the first piece of each id [U] and the place where each piece starts [P]: a piece has at most `most` "
+          "places of one id. Return P, or 0 if no id is cut.")
       .def(
           "rows_in",
           [](const Batch& batch, const Batch& other) {
@@ -167,8 +168,8 @@ void bind_batch(nb::module_& m) {
         return norm(sum);
       },
       "squares"_a,
-      "The Euclidean norm of all rows whose squares Batch.sum_squares() summed: int64[N, SQUARES], one row a batch. Has "
-      "the bits of the norm that sum() gives for all rows in one batch.");
+      "The Euclidean norm of all rows whose squares Batch.sum_squares() summed: int64[N, SQUARES], one row a batch. "
+      "Has the bits of the norm that sum() gives for all rows in one batch.");
   m.def(
       "bag_dots",
       [](const FloatsIn& rows, const Ids& offsets, const FloatsIn& grads, const FloatsOfOne& out) {

@@ -36,20 +36,25 @@ void bind_device(nb::module_& m) {
   nb::class_<Plan>(m, "DevicePlan",
                    "The frames of one batch's rows in a device cache, and the records to move. Its arrays stay valid "
                    "without it. Its pins end with the plan or with release().")
-      .def_prop_ro("frames", [](const Plan& plan) { return plan_array(plan, &Plan::Arrays::frames); },
-                   nb::rv_policy::automatic, "int64[U]: the frame of each of batch.unique().")
-      .def_prop_ro("load_ids", [](const Plan& plan) { return plan_array(plan, &Plan::Arrays::load_rows); },
-                   nb::rv_policy::automatic, "int64[L]: ids whose records must be loaded.")
-      .def_prop_ro("load_frames", [](const Plan& plan) { return plan_array(plan, &Plan::Arrays::load_frames); },
-                   nb::rv_policy::automatic, "int64[L]: the frames to load them into.")
-      .def_prop_ro("evict_ids", [](const Plan& plan) { return plan_array(plan, &Plan::Arrays::evict_rows); },
-                   nb::rv_policy::automatic,
-                   "int64[E]: evicted dirty ids, to be written back before their frames are loaded.")
-      .def_prop_ro("evict_frames", [](const Plan& plan) { return plan_array(plan, &Plan::Arrays::evict_frames); },
-                   nb::rv_policy::automatic, "int64[E]: the frames to write them back from.")
-      .def("write_numbers", &write_numbers<Plan>, "most"_a, "out"_a,
-           "Write frames [U], load_frames [L], evict_frames [E], and what write_numbers() of the batch writes, with the "
-           "frame of each id in place of inverse(). Return what that returns.")
+      .def_prop_ro(
+          "frames", [](const Plan& plan) { return plan_array(plan, &Plan::Arrays::frames); }, nb::rv_policy::automatic,
+          "int64[U]: the frame of each of batch.unique().")
+      .def_prop_ro(
+          "load_ids", [](const Plan& plan) { return plan_array(plan, &Plan::Arrays::load_rows); },
+          nb::rv_policy::automatic, "int64[L]: ids whose records must be loaded.")
+      .def_prop_ro(
+          "load_frames", [](const Plan& plan) { return plan_array(plan, &Plan::Arrays::load_frames); },
+          nb::rv_policy::automatic, "int64[L]: the frames to load them into.")
+      .def_prop_ro(
+          "evict_ids", [](const Plan& plan) { return plan_array(plan, &Plan::Arrays::evict_rows); },
+          nb::rv_policy::automatic, "int64[E]: evicted dirty ids, to be written back before their frames are loaded.")
+      .def_prop_ro(
+          "evict_frames", [](const Plan& plan) { return plan_array(plan, &Plan::Arrays::evict_frames); },
+          nb::rv_policy::automatic, "int64[E]: the frames to write them back from.")
+      .def(
+          "write_numbers", &write_numbers<Plan>, "most"_a, "out"_a,
+          "Write frames [U], load_frames [L], evict_frames [E], and what write_numbers() of the batch writes, with the "
+          "frame of each id in place of inverse(). Return what that returns.")
       .def("max_numbers", &max_numbers<Plan>, "most"_a, "The most numbers that write_numbers() writes.")
       .def(
           "mark_dirty", [](Plan& plan) { plan.mark_dirty(); }, nb::call_guard<WithoutGil>(),
@@ -119,23 +124,26 @@ void bind_device(nb::module_& m) {
           "map is attached.")
       .def("forget_all", &DeviceMap::forget_all, nb::call_guard<WithoutGil>(),
            "Free every frame, even dirty ones. Raises while plans have pins. Expected batches stay expected.")
-      .def("stats", [](const DeviceMap& map) {
-        const DeviceStats s = map.stats();
-        nb::dict d;
-        d["hits"] = s.hits;
-        d["misses"] = s.misses;
-        d["evictions"] = s.evictions;
-        d["write_backs"] = s.write_backs;
-        d["frames"] = s.frames;
-        d["resident"] = s.resident;
-        d["pinned"] = s.pinned;
-        d["dirty"] = s.dirty;
-        d["leaving"] = s.leaving;
-        d["plans"] = s.plans;
-        d["window_batches"] = s.window_batches;
-        d["bytes"] = s.bytes;
-        return d;
-      }, nb::sig("def stats(self) -> dict[str, int]"));
+      .def(
+          "stats",
+          [](const DeviceMap& map) {
+            const DeviceStats s = map.stats();
+            nb::dict d;
+            d["hits"] = s.hits;
+            d["misses"] = s.misses;
+            d["evictions"] = s.evictions;
+            d["write_backs"] = s.write_backs;
+            d["frames"] = s.frames;
+            d["resident"] = s.resident;
+            d["pinned"] = s.pinned;
+            d["dirty"] = s.dirty;
+            d["leaving"] = s.leaving;
+            d["plans"] = s.plans;
+            d["window_batches"] = s.window_batches;
+            d["bytes"] = s.bytes;
+            return d;
+          },
+          nb::sig("def stats(self) -> dict[str, int]"));
 }
 
 }  // namespace bunkbed

@@ -50,8 +50,8 @@ void bind_losses(nb::module_& m) {
           throw Error(ErrorKind::kInvalid, "queries, items and scores must be [B, D], [B, K, D] and [B, K]");
         }
         const WithoutGil without_gil;
-        const PairSquares squares = pair_scores(items.shape(0), items.shape(1), items.shape(2), queries.data(),
-                                                items.data(), scores.data());
+        const PairSquares squares =
+            pair_scores(items.shape(0), items.shape(1), items.shape(2), queries.data(), items.data(), scores.data());
         return std::pair(squares.first, squares.others);
       },
       "queries"_a, "items"_a, "scores"_a,

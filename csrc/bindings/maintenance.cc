@@ -1,4 +1,5 @@
-// Mirrors check.h, copy.h, repair.h, snapshots.h, changes.h and cursors.h: work on a table's files without opening the table.
+// Mirrors check.h, copy.h, repair.h, snapshots.h, changes.h and cursors.h: work on a table's files without opening the
+// table.
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/tuple.h>
@@ -154,8 +155,7 @@ void bind_maintenance(nb::module_& m) {
         return nb::make_tuple(checked_values(repaired.table), repaired.done);
       },
       "path"_a, "ram_bytes"_a, "fall_back_to"_a.none(), "pinned"_a, "through_run"_a, "progress"_a.none(), "shard"_a = 0,
-      "shards"_a = 1,
-      "Repair a table's files. Return (the remaining problems, the changes, one line each).");
+      "shards"_a = 1, "Repair a table's files. Return (the remaining problems, the changes, one line each).");
   m.def(
       "commits",
       [](const std::string& path) {

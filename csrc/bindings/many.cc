@@ -25,7 +25,8 @@ using BagsIn = std::tuple<Ids, int, std::optional<Weights>>;
 
 PartBags bags_of(const BagsIn& bags) {
   const auto& [offsets, pooling, weights] = bags;
-  return {offsets.data(), offsets.shape(0), static_cast<Pooling>(pooling), weights.has_value() ? weights->data() : nullptr};
+  return {offsets.data(), offsets.shape(0), static_cast<Pooling>(pooling),
+          weights.has_value() ? weights->data() : nullptr};
 }
 
 // Floats of whole cache lines, so that each part begins at one.
@@ -51,7 +52,12 @@ void bind_many(nb::module_& m) {
         parts.reserve(tables.size());
         size_t at = 0;
         for (size_t i = 0; i < tables.size(); ++i) {
-          LookupPart part{tables[i], ids.data() + at, sizes.at(i), touch.at(i), std::nullopt, out.data() + places.at(i),
+          LookupPart part{tables[i],
+                          ids.data() + at,
+                          sizes.at(i),
+                          touch.at(i),
+                          std::nullopt,
+                          out.data() + places.at(i),
                           makes_batch.at(i) ? &batches[i] : nullptr};
           if (bags.at(i).has_value()) part.bags = bags_of(*bags[i]);
           parts.push_back(part);
@@ -89,7 +95,8 @@ void bind_many(nb::module_& m) {
           // The stride of an axis with one element means nothing.
           const int64_t stride = rows > 1 ? grads[i].stride(0) : width;
           if (grads[i].shape(0) != rows || (dim > 1 && grads[i].stride(1) != 1) || stride < 0 || stride % width != 0 ||
-              stride / width * static_cast<int64_t>(rows) > int64_t{~uint32_t{0}} || (bags[i].has_value() && stride != width)) {
+              stride / width * static_cast<int64_t>(rows) > int64_t{~uint32_t{0}} ||
+              (bags[i].has_value() && stride != width)) {
             throw Error(ErrorKind::kInvalid, "part " + std::to_string(i) + ": these are not the gradients of " +
                                                  std::to_string(rows) + " rows of " + std::to_string(dim));
           }
@@ -107,9 +114,9 @@ void bind_many(nb::module_& m) {
         unlocked([&] { sum_many(&parts); });
         nb::list results;
         for (const SumPart& part : parts) {
-          results.append(nb::make_tuple(nb::ndarray<nb::numpy, float, nb::ndim<2>>(
-                                            part.sums, {part.batch->num_unique(), part.bags.dim}, owner),
-                                        std::sqrt(part.squares.rounded())));
+          results.append(nb::make_tuple(
+              nb::ndarray<nb::numpy, float, nb::ndim<2>>(part.sums, {part.batch->num_unique(), part.bags.dim}, owner),
+              std::sqrt(part.squares.rounded())));
         }
         return results;
       },

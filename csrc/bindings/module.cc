@@ -179,9 +179,8 @@ NB_MODULE(_native, m) {
   m.def(
       "io", [] { return vfs::current_io() == vfs::Io::kUring ? "uring" : "threads"; },
       "Return what makes the reads of many rows: 'uring' (the kernel's io_uring) or 'threads'.");
-  m.def(
-      "set_io", &vfs::set_io, "name"_a,
-      "Use 'uring', 'threads' or 'auto' for later reads, process-wide. All give the same bits.");
+  m.def("set_io", &vfs::set_io, "name"_a,
+        "Use 'uring', 'threads' or 'auto' for later reads, process-wide. All give the same bits.");
   m.def(
       "io_counts",
       [] {
@@ -206,7 +205,7 @@ NB_MODULE(_native, m) {
       "Return the compiler of this module, and the newest version of the table format that it writes.");
   m.def("get_num_threads", &num_threads, "Return the number of compute threads of one operation.");
   m.def("set_num_threads", &set_num_threads, "n"_a,
-      "Set the number of compute threads of one operation, process-wide.");
+        "Set the number of compute threads of one operation, process-wide.");
   m.def(
       "set_fault",
       [](const std::optional<std::string>& name) {
@@ -263,7 +262,7 @@ NB_MODULE(_native, m) {
       },
       "values"_a, "factor"_a, "Multiply a float32 array in place. Return whether every result is finite.");
   m.def("blocks_mapped", &blocks_mapped,
-      "Return the number of large blocks allocated from the system so far. A warm step allocates none.");
+        "Return the number of large blocks allocated from the system so far. A warm step allocates none.");
   m.def(
       "narrow",
       [](const nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>& values, int dtype,
@@ -295,8 +294,8 @@ NB_MODULE(_native, m) {
         parallel_for(rows.shape(0), 256, [&](size_t from, size_t to) {
           for (size_t q = 0; q < queries.shape(0); ++q) {
             for (size_t r = from; r < to; ++r) {
-              out.data()[q * rows.shape(0) + r] = kernels().dot(static_cast<int64_t>(dim), queries.data() + q * dim,
-                                                                rows.data() + r * dim);
+              out.data()[q * rows.shape(0) + r] =
+                  kernels().dot(static_cast<int64_t>(dim), queries.data() + q * dim, rows.data() + r * dim);
             }
           }
         });
@@ -345,8 +344,8 @@ NB_MODULE(_native, m) {
         return probe_reads(vfs::current(), paths, threads, seconds, block_bytes);
       },
       "paths"_a, "threads"_a, "seconds"_a, "block_bytes"_a,
-      "Make random reads of blocks, of a multiple of 4 KiB, of these files. Return (reads per second, the alignment that reads need; 1: "
-      "the page cache was used).");
+      "Make random reads of blocks, of a multiple of 4 KiB, of these files. Return (reads per second, the alignment "
+      "that reads need; 1: the page cache was used).");
 
   m.def(
       "snapshots",

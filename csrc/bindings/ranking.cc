@@ -111,7 +111,8 @@ void bind_ranks(nb::module_& m) {
         const ScoreBlock block = score_block(scores);
         const size_t k = best.shape(1);
         if (k == 0 || best.shape(0) != block.rows || columns.shape(0) != block.rows || columns.shape(1) != k) {
-          throw Error(ErrorKind::kInvalid, std::to_string(block.rows) + " rows of scores need as many rows of best "
+          throw Error(ErrorKind::kInvalid, std::to_string(block.rows) +
+                                               " rows of scores need as many rows of best "
                                                "scores and of columns, of one length from 1 on");
         }
         const WithoutGil without_gil;

@@ -178,7 +178,9 @@ void bind_table(nb::module_& m) {
           "__init__",
           [](Retention* self, int64_t expire, int clock, int64_t max_rows, int evict, int64_t keep, double admit,
              uint32_t admit_from) {
-            new (self) Retention{expire, static_cast<AgeClock>(clock), max_rows, static_cast<EvictFirst>(evict), keep, admit, admit_from};
+            new (self) Retention{
+                expire,    static_cast<AgeClock>(clock), max_rows, static_cast<EvictFirst>(evict), keep, admit,
+                admit_from};
           },
           "expire"_a, "clock"_a, "max_rows"_a, "evict"_a, "keep"_a, "admit"_a, "admit_from"_a)
       .def_ro("expire", &Retention::expire)
@@ -193,9 +195,10 @@ void bind_table(nb::module_& m) {
       .def(
           "__init__",
           [](TableSpec* self, int64_t num_rows, uint32_t dim, int dtype, const std::string& init_kind, double init_a,
-             double init_b, uint64_t seed, const nb::dict& optimizer, const Retention& retention, bool belongs_to_run, bool is_scratch) {
-            new (self) TableSpec(table_spec(num_rows, dim, dtype, {init_kind, init_a, init_b}, seed, optimizer,
-                                            belongs_to_run));
+             double init_b, uint64_t seed, const nb::dict& optimizer, const Retention& retention, bool belongs_to_run,
+             bool is_scratch) {
+            new (self) TableSpec(
+                table_spec(num_rows, dim, dtype, {init_kind, init_a, init_b}, seed, optimizer, belongs_to_run));
             self->retention = retention;
             self->is_scratch = is_scratch;
           },
@@ -203,13 +206,12 @@ void bind_table(nb::module_& m) {
           "retention"_a, "belongs_to_run"_a, "is_scratch"_a)
       .def("minimum_ram", [](const TableSpec& spec, uint64_t stored_rows,
                              bool on_disk) { return minimum_ram(spec, stored_rows, on_disk); })
-      .def("rows_within", [](const TableSpec& spec, size_t ram_bytes,
-                             bool on_disk) { return rows_within(spec, ram_bytes, on_disk); })
+      .def("rows_within",
+           [](const TableSpec& spec, size_t ram_bytes, bool on_disk) { return rows_within(spec, ram_bytes, on_disk); })
       .def("wanted_ram", [](const TableSpec& spec, bool on_disk) { return wanted_ram(spec, on_disk); })
       .def(
           "memory_use",
-          [](const TableSpec& spec, uint64_t stored_rows, size_t ram_bytes, size_t read_unit,
-             bool on_disk) {
+          [](const TableSpec& spec, uint64_t stored_rows, size_t ram_bytes, size_t read_unit, bool on_disk) {
             const MemoryUse use = memory_use(spec, stored_rows, ram_bytes, read_unit, on_disk);
             nb::dict d;
             d["record_bytes"] = use.record_bytes;
@@ -236,7 +238,8 @@ void bind_table(nb::module_& m) {
 
   m.def(
       "create",
-      [](const std::string& path, const std::string& name, const TableSpec& spec, size_t ram_bytes, uint64_t disk_bytes) {
+      [](const std::string& path, const std::string& name, const TableSpec& spec, size_t ram_bytes,
+         uint64_t disk_bytes) {
         return unlocked([&] { return Table::create(vfs::current(), path, name, spec, ram_bytes, disk_bytes); });
       },
       "path"_a, "name"_a, "spec"_a, "ram_bytes"_a, "disk_bytes"_a);
@@ -253,8 +256,7 @@ void bind_table(nb::module_& m) {
         options.through_run = through_run;
         return unlocked([&] { return Table::open(vfs::current(), path, name, options); });
       },
-      "path"_a, "name"_a, "writable"_a, "ram_bytes"_a, "snapshot"_a, "epoch"_a.none(), "through_run"_a,
-      "disk_bytes"_a);
+      "path"_a, "name"_a, "writable"_a, "ram_bytes"_a, "snapshot"_a, "epoch"_a.none(), "through_run"_a, "disk_bytes"_a);
   m.def(
       "read_spec",
       [](const std::string& path, const std::string& snapshot, std::optional<uint64_t> epoch) {
@@ -264,20 +266,22 @@ void bind_table(nb::module_& m) {
                                                       : manifests.load_newest();
         return nb::make_tuple(spec_of(manifest), manifest.stored_rows, manifest.counted_ids);
       },
-      "path"_a, "snapshot"_a, "epoch"_a.none(), "Return (TableSpec, stored rows, counted ids) of a commit; default: the newest.");
+      "path"_a, "snapshot"_a, "epoch"_a.none(),
+      "Return (TableSpec, stored rows, counted ids) of a commit; default: the newest.");
 
   nb::class_<PendingCommit>(m, "PendingCommit", "A commit that was started.")
       .def("wait", [](PendingCommit& commit) { return unlocked([&] { return commit.wait(); }); })
       .def("is_over", &PendingCommit::is_over);
 
   nb::class_<Table>(m, "Table", "One table; see bunkbed.Table.")
-      .def("lookup", [](Table& t, const Ids& ids, bool touch, const FloatsOut& out) {
-        unlocked([&] { t.lookup(ids.data(), ids.shape(0), touch, out.data()); });
-      })
-      .def("batch", [](Table& t, const Ids& ids) { return unlocked([&] { return t.batch(ids.data(), ids.shape(0)); }); })
-      .def("lookup_batch", [](Table& t, const Batch& batch, bool touch, const FloatsOut& out) {
-        unlocked([&] { t.lookup(batch, touch, out.data()); });
-      })
+      .def("lookup",
+           [](Table& t, const Ids& ids, bool touch, const FloatsOut& out) {
+             unlocked([&] { t.lookup(ids.data(), ids.shape(0), touch, out.data()); });
+           })
+      .def("batch",
+           [](Table& t, const Ids& ids) { return unlocked([&] { return t.batch(ids.data(), ids.shape(0)); }); })
+      .def("lookup_batch", [](Table& t, const Batch& batch, bool touch,
+                              const FloatsOut& out) { unlocked([&] { t.lookup(batch, touch, out.data()); }); })
       .def(
           "lookup_bags",
           [](Table& t, const Ids& ids, const Ids& offsets, int pooling,
@@ -297,16 +301,16 @@ void bind_table(nb::module_& m) {
           "ids"_a, "grads"_a, "lr"_a.none(), "step"_a.none())
       .def(
           "update_batch",
-          [](Table& t, const Batch& batch, const FloatsIn& sums, std::optional<double> lr, std::optional<int64_t> step) {
-            unlocked([&] { t.update(batch, sums.data(), lr, step); });
-          },
+          [](Table& t, const Batch& batch, const FloatsIn& sums, std::optional<double> lr,
+             std::optional<int64_t> step) { unlocked([&] { t.update(batch, sums.data(), lr, step); }); },
           "batch"_a, "sums"_a, "lr"_a.none(), "step"_a.none())
       .def("stage", [](Table& t, const Ids& ids) { unlocked([&] { t.stage(ids.data(), ids.shape(0)); }); })
-      .def("expect",
-           [](Table& t, const Ids& ids, uint32_t most) {
-             return unlocked([&] { return t.expect(ids.data(), ids.shape(0), most); });
-           },
-           "ids"_a, "most"_a)
+      .def(
+          "expect",
+          [](Table& t, const Ids& ids, uint32_t most) {
+            return unlocked([&] { return t.expect(ids.data(), ids.shape(0), most); });
+          },
+          "ids"_a, "most"_a)
       .def("forget", [](Table& t, uint32_t batch) { unlocked([&] { t.forget(batch); }); })
       .def_ro_static("WINDOW_FULL", &Table::kWindowFull)
       .def(
@@ -315,12 +319,12 @@ void bind_table(nb::module_& m) {
             unlocked([&] { t.advance(over, current, depth); });
           },
           "over"_a, "current"_a, "depth"_a)
-      .def("get", [](Table& t, const Ids& ids, size_t field, const FloatsOut& out) {
-        unlocked([&] { t.get(ids.data(), ids.shape(0), field, out.data()); });
-      })
-      .def("set", [](Table& t, const Ids& ids, size_t field, const FloatsIn& values) {
-        unlocked([&] { t.set(ids.data(), ids.shape(0), field, values.data()); });
-      })
+      .def("get", [](Table& t, const Ids& ids, size_t field,
+                     const FloatsOut& out) { unlocked([&] { t.get(ids.data(), ids.shape(0), field, out.data()); }); })
+      .def("set",
+           [](Table& t, const Ids& ids, size_t field, const FloatsIn& values) {
+             unlocked([&] { t.set(ids.data(), ids.shape(0), field, values.data()); });
+           })
       .def(
           "erase",
           [](Table& t, const Ids& ids, std::optional<uint64_t> changes) {
@@ -328,9 +332,12 @@ void bind_table(nb::module_& m) {
             return nb::make_tuple(erased.rows, erased.changes);
           },
           "ids"_a, "changes"_a = nb::none(),
-          "Delete rows; return how many were stored, and the number of changes. Raises if that was not `changes` before.")
-      .def("forget_counts", [](Table& t, int64_t before) { return unlocked([&] { return CountedIds(&t).forget(before); }); },
-           "before"_a, "Forget the counts of ids that were last named before this time; return how many.")
+          "Delete rows; return how many were stored, and the number of changes. Raises if that was not `changes` "
+          "before.")
+      .def(
+          "forget_counts",
+          [](Table& t, int64_t before) { return unlocked([&] { return CountedIds(&t).forget(before); }); }, "before"_a,
+          "Forget the counts of ids that were last named before this time; return how many.")
       .def(
           "counted",
           [](Table& t, uint64_t part, uint64_t parts) {
@@ -343,7 +350,8 @@ void bind_table(nb::module_& m) {
             };
             return nb::make_tuple(array(found.ids), array(found.counts), array(found.times), found.since);
           },
-          "part"_a, "parts"_a, "Return ids of a part that steps have named and not stored, their counts and times, and the bound of times.")
+          "part"_a, "parts"_a,
+          "Return ids of a part that steps have named and not stored, their counts and times, and the bound of times.")
       .def(
           "set_counts",
           [](Table& t, const Ids& ids, const Ids& counts, const Ids& times) {
@@ -361,7 +369,8 @@ void bind_table(nb::module_& m) {
            })
       .def("scatter_records",
            [](Table& t, const Ids& ids, const RecordsIn& in) {
-             unlocked([&] { t.scatter_records(ids.data(), ids.shape(0), reinterpret_cast<const std::byte*>(in.data())); });
+             unlocked(
+                 [&] { t.scatter_records(ids.data(), ids.shape(0), reinterpret_cast<const std::byte*>(in.data())); });
            })
       .def(
           "set_holder",
@@ -412,14 +421,17 @@ void bind_table(nb::module_& m) {
             unlocked([&] { t.rewind(name, epoch); });
           },
           "name"_a, "epoch"_a.none())
-      .def("refresh",
-           [](Table& t, std::optional<uint64_t> to) { return unlocked([&] { return t.refresh(to); }); },
-           nb::arg("to") = nb::none())
-      .def("require_disk_to_keep", [](Table& t, const std::string& keep) { unlocked([&] { t.require_disk_to_keep(keep); }); })
-      .def("set_pinned_epochs", [](Table& t, std::set<uint64_t> epochs, std::set<uint64_t> kept) {
-        unlocked([&] { t.set_pinned_epochs(std::move(epochs), std::move(kept)); });
-      })
-      .def("collect", [](Table& t, size_t newest) { unlocked([&] { t.collect(newest); }); }, "newest"_a = 2)
+      .def(
+          "refresh", [](Table& t, std::optional<uint64_t> to) { return unlocked([&] { return t.refresh(to); }); },
+          nb::arg("to") = nb::none())
+      .def("require_disk_to_keep",
+           [](Table& t, const std::string& keep) { unlocked([&] { t.require_disk_to_keep(keep); }); })
+      .def("set_pinned_epochs",
+           [](Table& t, std::set<uint64_t> epochs, std::set<uint64_t> kept) {
+             unlocked([&] { t.set_pinned_epochs(std::move(epochs), std::move(kept)); });
+           })
+      .def(
+          "collect", [](Table& t, size_t newest) { unlocked([&] { t.collect(newest); }); }, "newest"_a = 2)
       .def("compact", [](Table& t) { return unlocked([&] { return t.compact(); }); })
       .def("close", [](Table& t) { unlocked([&] { t.close(); }); })
       .def("set_ram", [](Table& t, size_t bytes) { unlocked([&] { t.set_ram(bytes); }); })
@@ -436,12 +448,14 @@ void bind_table(nb::module_& m) {
       .def("set_clock", [](Table& t, int64_t now) { unlocked([&] { t.set_clock(now); }); })
       .def(
           "removable",
-          [](Table& t, const Retention& rules, int64_t now, size_t most, bool only_expired, uint64_t after_key, int64_t after_id) {
+          [](Table& t, const Retention& rules, int64_t now, size_t most, bool only_expired, uint64_t after_key,
+             int64_t after_id) {
             return removable_values(
                 unlocked([&] { return find_removable(t, rules, now, most, only_expired, {after_key, after_id}); }));
           },
           "rules"_a, "now"_a, "most"_a, "only_expired"_a, "after_key"_a, "after_id"_a,
-          "Return the rows that a sweep removes first, in their order, and how many rows there are; see scan/removable.h.")
+          "Return the rows that a sweep removes first, in their order, and how many rows there are; see "
+          "scan/removable.h.")
       .def("stats", [](Table& t) { return stats_values(unlocked([&] { return t.stats(); })); })
       .def("step", [](Table& t) { return unlocked([&] { return t.step(); }); })
       .def("epoch", [](Table& t) { return unlocked([&] { return t.epoch(); }); })
@@ -463,18 +477,18 @@ void bind_table(nb::module_& m) {
       });
 
   nb::class_<Scan>(m, "Scan", "A scan of every stored row.")
-      .def("__init__",
-           [](Scan* self, Table* table, const std::vector<size_t>& fields) {
-             unlocked([&] { new (self) Scan(table, fields); });
-           },
-           "table"_a, "fields"_a, nb::keep_alive<1, 2>())
-      .def("next",
-           [](Scan& scan, const nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& ids,
-              const std::vector<FloatsOut>& values) {
-             std::vector<float*> out;
-             for (const FloatsOut& one : values) out.push_back(one.data());
-             return unlocked([&] { return scan.next(ids.shape(0), ids.data(), out); });
-           });
+      .def(
+          "__init__",
+          [](Scan* self, Table* table, const std::vector<size_t>& fields) {
+            unlocked([&] { new (self) Scan(table, fields); });
+          },
+          "table"_a, "fields"_a, nb::keep_alive<1, 2>())
+      .def("next", [](Scan& scan, const nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& ids,
+                      const std::vector<FloatsOut>& values) {
+        std::vector<float*> out;
+        for (const FloatsOut& one : values) out.push_back(one.data());
+        return unlocked([&] { return scan.next(ids.shape(0), ids.data(), out); });
+      });
 }
 
 }  // namespace bunkbed

@@ -37,8 +37,9 @@ Value named(const std::string& name, const std::pair<const char*, Value> (&value
 }
 
 constexpr std::pair<const char*, vfs::Fault> kFaults[] = {
-    {"error", vfs::Fault::kError}, {"interrupt", vfs::Fault::kInterrupt}, {"short", vfs::Fault::kShort},
-    {"delay", vfs::Fault::kDelay}, {"die", vfs::Fault::kDie},             {"die_within", vfs::Fault::kDieWithin},
+    {"error", vfs::Fault::kError}, {"interrupt", vfs::Fault::kInterrupt},
+    {"short", vfs::Fault::kShort}, {"delay", vfs::Fault::kDelay},
+    {"die", vfs::Fault::kDie},     {"die_within", vfs::Fault::kDieWithin},
 };
 constexpr std::pair<const char*, vfs::Op> kOps[] = {
     {"read", vfs::Op::kRead},
@@ -113,9 +114,10 @@ void bind_testing(nb::module_& m) {
       .def("digest", &vfs::CrashState::digest)
       .def("write", &vfs::CrashState::write, "path"_a, nb::call_guard<WithoutGil>());
   nb::class_<vfs::PowerlossVfs, vfs::Vfs>(m, "PowerlossVfs",
-      "Records all operations below a directory; see powerloss.h.")
-      .def("__init__", [](vfs::PowerlossVfs* self, const std::string& root) { new (self) vfs::PowerlossVfs(root); },
-           "root"_a)
+                                          "Records all operations below a directory; see powerloss.h.")
+      .def(
+          "__init__", [](vfs::PowerlossVfs* self, const std::string& root) { new (self) vfs::PowerlossVfs(root); },
+          "root"_a)
       .def("now", &vfs::PowerlossVfs::now, "Return the moment after all operations so far.")
       .def("describe", &vfs::PowerlossVfs::describe, "moment"_a)
       .def(
@@ -129,7 +131,8 @@ void bind_testing(nb::module_& m) {
             const WithoutGil without_gil;
             return self.crash(moment, which, what, seed, rules);
           },
-          "moment"_a, "names"_a, "sectors"_a, "seed"_a, "ignored"_a = std::vector<std::pair<std::string, std::string>>{},
+          "moment"_a, "names"_a, "sectors"_a, "seed"_a,
+          "ignored"_a = std::vector<std::pair<std::string, std::string>>{},
           "Return the disk after power loss at a moment. names: all, none, prefix, subset; sectors: kept, dropped, "
           "trashed, "
           "mixed; ignored: (change, name prefix) of syncs that count as missing, change \"\" for those of files.");
@@ -167,8 +170,9 @@ void bind_testing(nb::module_& m) {
       },
       "rows"_a = 100'000, "in_line"_a = false,
       "Set the fewest rows of a table that takes index snapshots; with in_line they are taken within a commit.");
-  m.def("set_compaction_slack", [](uint64_t bytes) { compaction_slack_bytes = bytes; }, "bytes"_a,
-        "Set the dead bytes that never start compaction (default: 256 KiB), for tests of small tables.");
+  m.def(
+      "set_compaction_slack", [](uint64_t bytes) { compaction_slack_bytes = bytes; }, "bytes"_a,
+      "Set the dead bytes that never start compaction (default: 256 KiB), for tests of small tables.");
 }
 
 }  // namespace bunkbed

@@ -18,9 +18,7 @@ namespace {
 using BytesIn = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using MadeIds = nb::ndarray<nb::numpy, int64_t, nb::ndim<1>>;
 
-std::string_view view(const BytesIn& bytes) {
-  return {reinterpret_cast<const char*>(bytes.data()), bytes.shape(0)};
-}
+std::string_view view(const BytesIn& bytes) { return {reinterpret_cast<const char*>(bytes.data()), bytes.shape(0)}; }
 
 std::string_view view(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
 
@@ -137,7 +135,8 @@ void bind_text_rows(nb::module_& m) {
         NewBytes made;
         {
           const WithoutGil without_gil;
-          const WordsView named(words, ends.has_value() ? ends->data() : nullptr, ends.has_value() ? ends->shape(0) : 0);
+          const WordsView named(words, ends.has_value() ? ends->data() : nullptr,
+                                ends.has_value() ? ends->shape(0) : 0);
           format_rows(rows.data(), rows.shape(0), rows.shape(1), byte, ends.has_value() ? &named : nullptr,
                       [&made](size_t bytes) { return made.room(bytes); });
         }

@@ -15,13 +15,14 @@ namespace {
 
 constexpr uint32_t kNoFrame = ~0u;
 constexpr size_t kHugePage = 2u << 20;
-constexpr size_t kHugeInfosFrom = 1u << 30;  // bytes of records from which metadata gets huge pages
+constexpr size_t kHugeInfosFrom = 1u << 30;   // bytes of records from which metadata gets huge pages
 constexpr size_t kHugePagesFrom = 64u << 20;  // below, a half-used huge page would be a visible part of the budget
 
 void* reserve(size_t bytes) {
   void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) {
-    throw Error(ErrorKind::kMemory, "cannot reserve " + std::to_string(bytes) + " bytes of address space for the cache");
+    throw Error(ErrorKind::kMemory,
+                "cannot reserve " + std::to_string(bytes) + " bytes of address space for the cache");
   }
   return memory;
 }
@@ -333,7 +334,8 @@ void Cache::clear() {
   give_back(reinterpret_cast<std::byte*>(heats_), reinterpret_cast<std::byte*>(heats_ + high_water_));
   give_back(reinterpret_cast<std::byte*>(ghosts_), reinterpret_cast<std::byte*>(ghosts_ + high_water_));
   give_back(reinterpret_cast<std::byte*>(dirty_), reinterpret_cast<std::byte*>(dirty_) + dirty_bytes_);
-  if (pins_ != nullptr) give_back(reinterpret_cast<std::byte*>(pins_), reinterpret_cast<std::byte*>(pins_) + heats_bytes_);
+  if (pins_ != nullptr)
+    give_back(reinterpret_cast<std::byte*>(pins_), reinterpret_cast<std::byte*>(pins_) + heats_bytes_);
   high_water_ = 0;
   hand_ = 0;
   num_candidates_ = next_candidate_ = 0;

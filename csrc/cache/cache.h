@@ -49,8 +49,8 @@ class Cache {
   Cache(const Cache&) = delete;
   Cache& operator=(const Cache&) = delete;
 
-  static constexpr uint8_t kHit = 32;       // passes of the hand that a use is worth
-  static constexpr uint8_t kReturn = 16;    // initial count of a row that was evicted recently
+  static constexpr uint8_t kHit = 32;        // passes of the hand that a use is worth
+  static constexpr uint8_t kReturn = 16;     // initial count of a row that was evicted recently
   static constexpr uint8_t kMaxCount = 127;  // about four uses, so that a hot set that has passed is soon evicted
   // Bytes a frame costs: its record, padded for alignment, its FrameInfo, heat, dirty bit and ghost.
   static size_t frame_cost(size_t record_bytes) { return padded_record(record_bytes) + kInfoBytes; }
@@ -199,7 +199,8 @@ class Cache {
   static constexpr uint16_t kStagedBit = 128;
   static constexpr unsigned kStepShift = 8;
   static constexpr uint32_t kSteps = 255;
-  static constexpr size_t kInfoBytes = sizeof(FrameInfo) + sizeof(uint16_t) + 1 /*ghost*/ + 1 /*dirty and frozen bits, rounded up*/;
+  static constexpr size_t kInfoBytes =
+      sizeof(FrameInfo) + sizeof(uint16_t) + 1 /*ghost*/ + 1 /*dirty and frozen bits, rounded up*/;
   static constexpr uint32_t kBlock = 32;       // frames that the hand passes at once
   static constexpr uint32_t kCandidates = 96;  // frames at zero when the hand passed them
   bool lately_unwanted(uint32_t* frame);
@@ -221,8 +222,8 @@ class Cache {
   uint32_t high_water_ = 0;
   uint32_t hand_ = 0;
   uint64_t frames_passed_ = 0;
-  size_t walked_ = 0;   // frames that the hand has passed since take_by_hand() reset both
-  size_t taken_ = 0;    // frames that it has taken since then
+  size_t walked_ = 0;  // frames that the hand has passed since take_by_hand() reset both
+  size_t taken_ = 0;   // frames that it has taken since then
   uint32_t num_candidates_ = 0, next_candidate_ = 0;
   uint32_t candidates_[kCandidates + 1];
   uint32_t sweep_ = 0;  // where begin_step() goes on

@@ -133,9 +133,8 @@ void Window::clear() {
 size_t Window::bytes() const { return entries_.capacity() * sizeof(Entry) + list_bytes_; }
 
 size_t Window::bytes_after(size_t n) const {
-  const size_t capacity = capacity_for(num_rows_ + n) > entries_.size()
-                              ? capacity_for(num_rows_ + num_rows_ / 4 + n)
-                              : entries_.size();
+  const size_t capacity =
+      capacity_for(num_rows_ + n) > entries_.size() ? capacity_for(num_rows_ + num_rows_ / 4 + n) : entries_.size();
   return capacity * sizeof(Entry) + list_bytes_ + n * sizeof(int64_t);
 }
 

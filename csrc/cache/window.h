@@ -89,9 +89,9 @@ class Window {
   void erase(size_t place);
 
   BlockVector<Entry> entries_;  // open addressing, linear probing
-  size_t num_rows_ = 0;      // places that are not free
-  uint32_t unfinished_ = 0;  // bits of the batches that are not over
-  uint32_t untidied_ = 0;    // bits of batches that are over and may still be in entries
+  size_t num_rows_ = 0;         // places that are not free
+  uint32_t unfinished_ = 0;     // bits of the batches that are not over
+  uint32_t untidied_ = 0;       // bits of batches that are over and may still be in entries
   std::deque<Batch> batches_;   // [i] is batch first_batch_ + i; the first is not over
   uint32_t first_batch_ = 1;
   size_t num_unfinished_ = 0;

@@ -32,7 +32,8 @@ Bytes encode_cursor(const Uuid& uuid, const Cursor& cursor) {
 
 Cursor decode_cursor(std::span<const std::byte> bytes, const Uuid& uuid, const std::string& path) {
   const auto refuse = [&](const std::string& why) -> void {
-    throw Error(ErrorKind::kCorruption, "cursor " + path + " " + why + "; remove the file, and read the table from the start");
+    throw Error(ErrorKind::kCorruption,
+                "cursor " + path + " " + why + "; remove the file, and read the table from the start");
   };
   if (bytes.size() != kCursorBytes || std::memcmp(bytes.data(), kCursorMagic, 8) != 0 ||
       load<uint32_t>(bytes.data() + 48) != kernels().crc32c(0, bytes.data(), 48)) {
@@ -46,7 +47,8 @@ Cursor decode_cursor(std::span<const std::byte> bytes, const Uuid& uuid, const s
   return {load<uint64_t>(bytes.data() + 32), load<uint64_t>(bytes.data() + 40), load<uint32_t>(bytes.data() + 12) != 0};
 }
 
-std::optional<Cursor> load_cursor(vfs::Vfs& vfs, const std::string& directory, const std::string& name, const Uuid& uuid) {
+std::optional<Cursor> load_cursor(vfs::Vfs& vfs, const std::string& directory, const std::string& name,
+                                  const Uuid& uuid) {
   const std::string path = directory + "/" + kCursorPrefix + name;
   Bytes bytes;
   try {

@@ -27,7 +27,8 @@ Bytes encode_cursor(const Uuid& uuid, const Cursor& cursor);
 Cursor decode_cursor(std::span<const std::byte> bytes, const Uuid& uuid, const std::string& path);
 
 // Nothing where there is no such cursor.
-std::optional<Cursor> load_cursor(vfs::Vfs& vfs, const std::string& directory, const std::string& name, const Uuid& uuid);
+std::optional<Cursor> load_cursor(vfs::Vfs& vfs, const std::string& directory, const std::string& name,
+                                  const Uuid& uuid);
 // The lowest version that a cursor of the table needs; 0 when one cannot be read.
 uint64_t oldest_cursor_version(vfs::Vfs& vfs, const std::string& directory, const Uuid& uuid);
 

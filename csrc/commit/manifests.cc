@@ -65,14 +65,16 @@ std::vector<uint64_t> Manifests::epochs_in(const std::vector<std::string>& names
     });
     if (is_unfinished) {
       throw Error(ErrorKind::kNotFound, "no table at " + directory_ + ": it holds no commit yet" +
-                                            (names.empty() ? " (the directory is empty)" : "") + "; make one with bb.create");
+                                            (names.empty() ? " (the directory is empty)" : "") +
+                                            "; make one with bb.create");
     }
     throw Error(ErrorKind::kFormat, directory_ + " is not a bunkbed table: it holds no manifest");
   }
   std::sort(found.begin(), found.end());
   if (!remembers_) return found;
   const MutexLock guard(mutex_);
-  std::erase_if(known_, [&](const auto& entry) { return !std::binary_search(found.begin(), found.end(), entry.first); });
+  std::erase_if(known_,
+                [&](const auto& entry) { return !std::binary_search(found.begin(), found.end(), entry.first); });
   for (const uint64_t epoch : found) known_.try_emplace(epoch);
   is_listed_ = true;
   return found;
@@ -144,9 +146,8 @@ Manifest Manifests::load_newest_listed() const {
     throw Error(ErrorKind::kCorruption,
                 std::string(error.what()) + "; " +
                     (older.empty() ? "no older commit remains"
-                                   : "older commits remain: " + join(older) +
-                                         "; to go back to one: bunkbed check '" + directory_ +
-                                         "' --repair --fall-back-to EPOCH"));
+                                   : "older commits remain: " + join(older) + "; to go back to one: bunkbed check '" +
+                                         directory_ + "' --repair --fall-back-to EPOCH"));
   }
 }
 
@@ -299,7 +300,8 @@ void Manifests::for_each_new(const Facts* before, const Facts& manifest, const C
   const size_t size = before == nullptr ? 0 : before->segments.size();
   for (const SegmentEntry& entry : manifest.segments) {
     while (at < size && before->segments[at].segment < entry.segment) ++at;
-    const bool is_same = at < size && before->segments[at].segment == entry.segment && before->segments[at].bytes == entry.bytes;
+    const bool is_same =
+        at < size && before->segments[at].segment == entry.segment && before->segments[at].bytes == entry.bytes;
     if (!is_same) call(entry);
   }
 }
@@ -315,7 +317,8 @@ Manifests::Held Manifests::collect(const Spared& spared) const {
   if (is_known) {
     all = epochs();
     for (uint64_t number = segments_seen_; number < spared.segments_end; ++number) loose_.segments.push_back(number);
-    for (uint64_t number = checkpoints_seen_; number < spared.checkpoints_end; ++number) loose_.checkpoints.push_back(number);
+    for (uint64_t number = checkpoints_seen_; number < spared.checkpoints_end; ++number)
+      loose_.checkpoints.push_back(number);
   } else {  // files made meanwhile have spared numbers: one listing is enough
     const std::vector<std::string> names = vfs_.list(directory_);
     all = epochs_in(names);
@@ -355,9 +358,8 @@ Manifests::Held Manifests::collect(const Spared& spared) const {
     });
     before = &manifest;
     if (is_named || spared.kept.contains(all[i]) || i + kMostRecent < all.size()) {
-      for_each_new(kept_before, manifest, [&](const SegmentEntry& entry) {
-        held.kept.insert(held.kept.end(), entry.segment);
-      });
+      for_each_new(kept_before, manifest,
+                   [&](const SegmentEntry& entry) { held.kept.insert(held.kept.end(), entry.segment); });
       kept_before = &manifest;
     }
     for (const CheckpointEntry& checkpoint : manifest.checkpoints) checkpoints[checkpoint.file] = checkpoint.bytes;

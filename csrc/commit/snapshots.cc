@@ -14,8 +14,8 @@ std::unique_ptr<vfs::Lock> writers_lock(vfs::Vfs& vfs, const std::string& path) 
     return vfs.lock(path + "/" + kLockName);
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kLocked) throw;
-    throw Error(ErrorKind::kLocked, "table " + path + " is being written by " + error.what() +
-                                        "; close it there, or call its drop(name)");
+    throw Error(ErrorKind::kLocked,
+                "table " + path + " is being written by " + error.what() + "; close it there, or call its drop(name)");
   }
 }
 
@@ -43,7 +43,8 @@ std::vector<Manifest> readable_commits(vfs::Vfs& vfs, const std::string& path) {
 void drop_snapshot(vfs::Vfs& vfs, const std::string& path, const std::string& name) {
   const Manifests manifests(vfs, path);
   if ((manifests.load_newest().writer_flags & kWriterFlagRun) != 0) {
-    throw Error(ErrorKind::kReadOnly, "table " + path + " belongs to a run, which keeps its snapshots; give the run's folder");
+    throw Error(ErrorKind::kReadOnly,
+                "table " + path + " belongs to a run, which keeps its snapshots; give the run's folder");
   }
   (void)manifests.load_snapshot(name);
   const auto lock = writers_lock(vfs, path);

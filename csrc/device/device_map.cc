@@ -19,8 +19,8 @@ size_t slots_for(size_t rows) { return 2 * rows + 16; }
 DeviceMap::DeviceMap(Private, std::string name, size_t frames)
     : name_(std::move(name)), num_frames_(frames), cache_(0, frames) {
   if (frames == 0 || frames != cache_.max_frames()) {
-    throw Error(ErrorKind::kInvalid, "table '" + name_ + "': a device cache has 1 to 2**32 - 2 frames, got " +
-                                         std::to_string(frames));
+    throw Error(ErrorKind::kInvalid,
+                "table '" + name_ + "': a device cache has 1 to 2**32 - 2 frames, got " + std::to_string(frames));
   }
 }
 
@@ -151,7 +151,7 @@ void DeviceMap::leave_frame(size_t place, bool is_dirty) {
 // Rows of a full line may be in later lines: one of these moves back, so that no search ends too early at the hole.
 void DeviceMap::erase(size_t place) {
   const auto distance = [this](size_t from, size_t to)
-      REQUIRES(mutex_) { return to >= from ? to - from : to + slots_.size() - from; };
+                            REQUIRES(mutex_) { return to >= from ? to - from : to + slots_.size() - from; };
   size_t line = place / kLine * kLine;
   bool is_full = slots_with(line, kFree) == 0;
   for (size_t next = line; is_full;) {
@@ -353,8 +353,8 @@ void DeviceMap::Plan::release() {
 
 void DeviceMap::Plan::mark_dirty() {
   if (is_released_) {
-    throw Error(ErrorKind::kInvalid, "table '" + map_->name_ +
-                                         "': rows of a released plan cannot be marked dirty; release it afterwards");
+    throw Error(ErrorKind::kInvalid,
+                "table '" + map_->name_ + "': rows of a released plan cannot be marked dirty; release it afterwards");
   }
   is_done_ = true;  // the values were computed, so the loads were executed
   map_->mark_dirty(*this);
@@ -451,7 +451,8 @@ DeviceMap::Dirty DeviceMap::dirty() const {
   Dirty found;
   found.rows.reserve(dirty_);
   found.frames.reserve(dirty_);
-  for (uint32_t frame = cache_.next_unwritten(0, false); frame < cache_.high_water(); frame = cache_.next_unwritten(frame + 1, false)) {
+  for (uint32_t frame = cache_.next_unwritten(0, false); frame < cache_.high_water();
+       frame = cache_.next_unwritten(frame + 1, false)) {
     found.rows.push_back(cache_.info(frame).row);
     found.frames.push_back(frame);
   }

@@ -115,8 +115,10 @@ class DeviceMap final : public Holder, public std::enable_shared_from_this<Devic
   size_t slot_of(int64_t row) const REQUIRES(mutex_) { return slot_from(home(row), row); }
   size_t slot_from(size_t line, int64_t row) const REQUIRES(mutex_) {
     for (;; line = line_after(line)) {
-      if (const unsigned own = slots_with(line, row); own != 0) return line + static_cast<size_t>(std::countr_zero(own));
-      if (const unsigned free = slots_with(line, kFree); free != 0) return line + static_cast<size_t>(std::countr_zero(free));
+      if (const unsigned own = slots_with(line, row); own != 0)
+        return line + static_cast<size_t>(std::countr_zero(own));
+      if (const unsigned free = slots_with(line, kFree); free != 0)
+        return line + static_cast<size_t>(std::countr_zero(free));
     }
   }
   template <typename Visit>
@@ -130,8 +132,9 @@ class DeviceMap final : public Holder, public std::enable_shared_from_this<Devic
   void take_frames(size_t n, uint32_t* frames, size_t* num_fresh) REQUIRES(mutex_);
   void evict(const uint32_t* frames, size_t n, PlanArrays* arrays) REQUIRES(mutex_);
   void erase(size_t place) REQUIRES(mutex_);
-  bool is_held(const Slot& slot) const
-      REQUIRES(mutex_) { return slot.leaving > 0 || (slot.frame != kNowhere && cache_.is_dirty(slot.frame)); }
+  bool is_held(const Slot& slot) const REQUIRES(mutex_) {
+    return slot.leaving > 0 || (slot.frame != kNowhere && cache_.is_dirty(slot.frame));
+  }
   size_t first_of(const int64_t* rows, size_t n, bool held) const;
   void set_dirty(uint32_t frame, bool dirty) REQUIRES(mutex_);
   void check_frames(const int64_t* frames, size_t n) const REQUIRES(mutex_);
@@ -151,8 +154,8 @@ class DeviceMap final : public Holder, public std::enable_shared_from_this<Devic
   size_t used_ GUARDED_BY(mutex_) = 0;          // slots that are not free
   size_t dirty_ GUARDED_BY(mutex_) = 0;         // frames
   size_t leaving_ GUARDED_BY(mutex_) = 0;
-  size_t plans_ GUARDED_BY(mutex_) = 0;         // that hold pins
-  DeviceStats counts_ GUARDED_BY(mutex_);       // only hits, misses, evictions and write_backs
+  size_t plans_ GUARDED_BY(mutex_) = 0;           // that hold pins
+  DeviceStats counts_ GUARDED_BY(mutex_);         // only hits, misses, evictions and write_backs
   std::vector<int64_t> rows_ GUARDED_BY(mutex_);  // scratch of forget() and evict()
 };
 
@@ -181,7 +184,8 @@ class DeviceMap::Plan {
   // Batch::write_numbers() writes, with positions() in place of inverse(). Returns what that returns.
   size_t write_numbers(size_t most, int64_t* out) const;
   size_t max_numbers(size_t most) const {
-    return arrays_->frames.size() + arrays_->load_frames.size() + arrays_->evict_frames.size() + batch_->max_numbers(most);
+    return arrays_->frames.size() + arrays_->load_frames.size() + arrays_->evict_frames.size() +
+           batch_->max_numbers(most);
   }
   // Takes the pins back; later calls do nothing.
   void release();
@@ -202,7 +206,7 @@ class DeviceMap::Plan {
   const std::shared_ptr<DeviceMap> map_;
   const Batch* const batch_;
   std::shared_ptr<Arrays> arrays_;
-  ArrayVector<uint32_t> pinned_;  // a copy that no caller of arrays() can change
+  ArrayVector<uint32_t> pinned_;         // a copy that no caller of arrays() can change
   std::atomic<bool> is_released_{true};  // true until plan() takes the pins
   std::atomic<bool> is_done_{false};
 };

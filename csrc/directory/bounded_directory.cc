@@ -1,7 +1,7 @@
-// The directory of a table with a bound on its rows, of which few or all may be stored: ranges of rows, each in the form
-// that takes fewer bytes. A range is hashed while few of its rows are stored. Before it would take more bytes than the
-// flat form, it becomes flat. So any number of rows takes at most the bytes of a flat directory, and one range more on
-// the way.
+// The directory of a table with a bound on its rows, of which few or all may be stored: ranges of rows, each in the
+// form that takes fewer bytes. A range is hashed while few of its rows are stored. Before it would take more bytes than
+// the flat form, it becomes flat. So any number of rows takes at most the bytes of a flat directory, and one range more
+// on the way.
 #include <algorithm>
 #include <bit>
 #include <memory>

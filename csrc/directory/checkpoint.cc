@@ -188,7 +188,8 @@ class CheckpointReader {
     if (bytes != entry.bytes) {
       corrupt("is " + std::to_string(bytes) + " bytes long, the commit names " + std::to_string(entry.bytes));
     }
-    if (header_.form == DirectoryForm::kDense && (num_rows < 0 || header_.num_entries != static_cast<uint64_t>(num_rows))) {
+    if (header_.form == DirectoryForm::kDense &&
+        (num_rows < 0 || header_.num_entries != static_cast<uint64_t>(num_rows))) {
       corrupt("is of a table with another number of rows");
     }
   }
@@ -237,7 +238,8 @@ struct Unpacked {
   uint64_t left_out = 0;
   uint64_t counted = 0;
 
-  void take(const CheckpointReader& reader, uint64_t index, const std::byte* piece, int64_t num_rows, const CountRule& counts) {
+  void take(const CheckpointReader& reader, uint64_t index, const std::byte* piece, int64_t num_rows,
+            const CountRule& counts) {
     left_out = counted = 0;
     const DirectoryHeader& header = reader.header();
     const size_t n = count_of_piece(header, index);
@@ -257,7 +259,8 @@ struct Unpacked {
       std::memcpy(rows.data(), items, n * sizeof(int64_t));
       for (size_t i = 0; i < n; ++i) {
         const Entry entry = load_packed(items + n * sizeof(int64_t) + i * kPackedEntryBytes);
-        const bool is_sound = is_count(entry) ? header.form == DirectoryForm::kCountedPairs && is_sound_count(entry) : entry != kAbsent;
+        const bool is_sound =
+            is_count(entry) ? header.form == DirectoryForm::kCountedPairs && is_sound_count(entry) : entry != kAbsent;
         if (static_cast<uint64_t>(rows[i]) >= end || !is_sound) {
           reader.corrupt("names id " + std::to_string(rows[i]) + ", which the table cannot have");
         }
@@ -342,13 +345,13 @@ struct Hand {
 };
 
 struct Loaded {
-  uint64_t rows = 0;      // with a position
+  uint64_t rows = 0;  // with a position
   uint64_t counted = 0;
   uint64_t left_out = 0;  // counts that the rule does not keep
 };
 
-Loaded load_pieces(const CheckpointReader& reader, Log* log, Directory* directory, int64_t num_rows, size_t scratch_bytes,
-                   const CountRule& counts, LiveCounts* total) {
+Loaded load_pieces(const CheckpointReader& reader, Log* log, Directory* directory, int64_t num_rows,
+                   size_t scratch_bytes, const CountRule& counts, LiveCounts* total) {
   Mutex mutex{LockLevel::kLocal};  // guards hands and idle
   std::vector<std::unique_ptr<Hand>> hands;
   std::vector<Hand*> idle;
@@ -408,7 +411,8 @@ LoadedCheckpoint load_checkpoint(vfs::Vfs& vfs, const std::string& directory, co
     const CheckpointReader reader(vfs, directory, entry, log->layout().uuid, num_rows);
     if (!reader.says_something()) return {};
     const DirectoryHeader& header = reader.header();
-    if (header.form != DirectoryForm::kCountedPairs && header.num_rows > most_rows) reader.corrupt("holds more rows than the commit");
+    if (header.form != DirectoryForm::kCountedPairs && header.num_rows > most_rows)
+      reader.corrupt("holds more rows than the commit");
     const std::vector<SegmentCounts> segments = reader.segments();
     LiveCounts live(reader, *log);
     Loaded found;
@@ -421,7 +425,8 @@ LoadedCheckpoint load_checkpoint(vfs::Vfs& vfs, const std::string& directory, co
       throw;
     }
     rows->end_bulk(found.rows, found.counted);
-    if (found.rows + found.counted + found.left_out != header.num_rows) reader.corrupt("holds another number of rows than it says");
+    if (found.rows + found.counted + found.left_out != header.num_rows)
+      reader.corrupt("holds another number of rows than it says");
     size_t index = 0;
     auto known = segments.begin();
     for (const auto& [id, segment] : log->segments()) {

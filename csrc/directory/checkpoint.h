@@ -12,7 +12,8 @@
 //     later. So the walk found exactly this position. The row was not dirty, or it would have been appended.
 //   - An entry may point into a removed segment. The row has then moved or changed since, and a replayed record
 //     replaces the entry. After the replay no such entry may be left.
-//   - A count is written as the walk finds it: it says itself what it is. Where it was appended before X began, no later
+//   - A count is written as the walk finds it: it says itself what it is. Where it was appended before X began, no
+//   later
 //     append replaces it unless it is replayed. Otherwise it, or a newer entry of its row, is replayed.
 // This also holds for later commits, for commits after a rewind (their new segments have still later epochs), and for
 // commits by a release that does not know checkpoints. Entries point only at records that are durable, or that the next
@@ -58,7 +59,7 @@ class CheckpointFile {
   const uint64_t capacity_;  // entries of a piece
   uint32_t count_ = 0;       // entries in the piece so far
   uint64_t piece_index_ = 0;
-  uint64_t next_row_ = 0;    // of a dense file
+  uint64_t next_row_ = 0;  // of a dense file
   uint64_t pairs_ = 0;
 };
 
@@ -66,9 +67,9 @@ class CheckpointFile {
 void write_void_checkpoint(vfs::Vfs& vfs, const std::string& directory, const Uuid& uuid, uint64_t number);
 
 struct LoadedCheckpoint {
-  bool is_loaded = false;     // false: the file is void, or its format is unknown; nothing was changed
+  bool is_loaded = false;  // false: the file is void, or its format is unknown; nothing was changed
   uint64_t replay_epoch = 0;
-  uint64_t lost = 0;          // entries into segments that the log lacks: the replay must replace as many
+  uint64_t lost = 0;  // entries into segments that the log lacks: the replay must replace as many
 };
 
 // Fills an empty directory on several threads, in about `scratch_bytes`, and sets the record counts of the log's

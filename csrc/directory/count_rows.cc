@@ -36,7 +36,9 @@ class Newest {
   }
 
   uint64_t num(Has has) const {
-    const auto has_it = [has](const Slot& slot) { return slot.id >= 0 && (slot.mark & 3) == static_cast<uint64_t>(has); };
+    const auto has_it = [has](const Slot& slot) {
+      return slot.id >= 0 && (slot.mark & 3) == static_cast<uint64_t>(has);
+    };
     return static_cast<uint64_t>(std::count_if(slots_.begin(), slots_.end(), has_it));
   }
 
@@ -56,8 +58,8 @@ struct Part {
 
 // Calls see(id, version, has, count) for everything in the log.
 template <typename See>
-void walk(Log* log, const std::vector<Part>& parts, int64_t num_rows, uint64_t versions_end,
-          const CountRule& rule, const std::function<void()>& at, const See& see) {
+void walk(Log* log, const std::vector<Part>& parts, int64_t num_rows, uint64_t versions_end, const CountRule& rule,
+          const std::function<void()>& at, const See& see) {
   std::vector<int64_t> ids;
   std::vector<uint64_t> versions, counts;
   Span span;
@@ -73,7 +75,10 @@ void walk(Log* log, const std::vector<Part>& parts, int64_t num_rows, uint64_t v
         }
         if (!counts.empty() && !is_sound_count(counts[i])) refuse_count(*part.segment, chunk, ids[i]);
         const bool is_counted = !counts.empty() && rule.keeps(counts[i]);
-        see(ids[i], versions[i], chunk.kind == ChunkKind::kData ? Has::kRecord : is_counted ? Has::kCount : Has::kNothing,
+        see(ids[i], versions[i],
+            chunk.kind == ChunkKind::kData ? Has::kRecord
+            : is_counted                   ? Has::kCount
+                                           : Has::kNothing,
             counts.empty() ? kAbsent : counts[i]);
       }
       at();
@@ -125,8 +130,8 @@ CountedRows count_rows(Log* log, int64_t num_rows, uint64_t versions_end, size_t
   }
 }
 
-std::vector<std::pair<int64_t, Entry>> counts_in(Log* log, int64_t num_rows, uint64_t versions_end, const CountRule& rule,
-                                                 uint64_t part, uint64_t parts) {
+std::vector<std::pair<int64_t, Entry>> counts_in(Log* log, int64_t num_rows, uint64_t versions_end,
+                                                 const CountRule& rule, uint64_t part, uint64_t parts) {
   const auto is_ours = [&](int64_t id) { return (mix_id(id) >> 8) % parts == part; };
   std::vector<Part> all, with_counts;
   for (const auto& [id, segment] : log->segments()) {

@@ -22,8 +22,9 @@ struct CountedRows {
 CountedRows count_rows(Log* log, int64_t num_rows, uint64_t versions_end, size_t ram_bytes, const CountRule& rule,
                        const std::function<void()>& at);
 
-// Returns the counts of the ids whose hash is `part` modulo `parts`, by id. Takes memory for the counts in the log alone.
-std::vector<std::pair<int64_t, Entry>> counts_in(Log* log, int64_t num_rows, uint64_t versions_end, const CountRule& rule,
-                                                 uint64_t part, uint64_t parts);
+// Returns the counts of the ids whose hash is `part` modulo `parts`, by id. Takes memory for the counts in the log
+// alone.
+std::vector<std::pair<int64_t, Entry>> counts_in(Log* log, int64_t num_rows, uint64_t versions_end,
+                                                 const CountRule& rule, uint64_t part, uint64_t parts);
 
 }  // namespace bunkbed

@@ -130,7 +130,7 @@ class FlatDirectory final : public Directory {
   uint64_t num_rows_;
   size_t entry_bytes_;
   LazyZeros entry_zeros_;
-  LazyZeros home_zeros_;  // uint8 for each group
+  LazyZeros home_zeros_;    // uint8 for each group
   size_t home_groups_ = 0;  // groups with all rows at home
 };
 
@@ -285,7 +285,8 @@ size_t hashed_directory_bytes(uint64_t stored_rows) {
   const double even = rows / kPartitions;  // rows of a partition: binomially distributed
   const double used = std::min(rows, static_cast<double>(kPartitions));
   const double slots = rows / kMaxLoad * kGrowth + used * (1 + kLeastSlots * std::exp(-even / 5));
-  const double largest = std::max<double>(kLeastSlots, std::min(rows, even + 6 * std::sqrt(even) + 6) / kMaxLoad * kGrowth + 1);
+  const double largest =
+      std::max<double>(kLeastSlots, std::min(rows, even + 6 * std::sqrt(even) + 6) / kMaxLoad * kGrowth + 1);
   const double bytes = (slots + largest) * kSlotBytes;
   return kPartitions * sizeof(Partition) + static_cast<size_t>(std::min(bytes, 0x1p60));
 }

@@ -1,8 +1,8 @@
 // Maps a row to the location of its record: absent (the row has its initial value), a frame of the cache, or a
 // position in the log. An absent row of which steps were counted (format/admission.h) has its count. Two forms
-// (docs/design/engine.md, rule 8): flat, about five bytes a row of the table, and hashed, about seventeen bytes a stored
-// row. It grows one partition at a time, so that no step pays for a big rehash.
-// A bounded directory has the form that takes fewer bytes, range by range of the rows.
+// (docs/design/engine.md, rule 8): flat, about five bytes a row of the table, and hashed, about seventeen bytes a
+// stored row. It grows one partition at a time, so that no step pays for a big rehash. A bounded directory has the form
+// that takes fewer bytes, range by range of the rows.
 //
 // Writes need exclusive access. Concurrent locate() calls are safe while no thread writes.
 #pragma once
@@ -19,8 +19,8 @@
 
 namespace bunkbed {
 
-// Forty bits: 0 absent; below kCountBase: position + 1; below kFrameBase: count of a row that is absent, too; from there
-// on: frame.
+// Forty bits: 0 absent; below kCountBase: position + 1; below kFrameBase: count of a row that is absent, too; from
+// there on: frame.
 using Entry = uint64_t;
 inline constexpr Entry kAbsent = 0;
 inline constexpr Entry kCountBase = kMaxPosition + 2;
@@ -61,7 +61,8 @@ constexpr Entry raised_count(Entry before, int64_t time) {
 }
 // Whether a file may have this entry as a count.
 constexpr bool is_sound_count(Entry entry) {
-  return is_count(entry) && count_of(entry) > 0 && ((entry - kCountBase) & ((uint64_t{1} << 31) - 1)) < (uint64_t{39} << 25);
+  return is_count(entry) && count_of(entry) > 0 &&
+         ((entry - kCountBase) & ((uint64_t{1} << 31) - 1)) < (uint64_t{39} << 25);
 }
 // Which counts a directory takes from files.
 struct CountRule {
@@ -130,13 +131,12 @@ inline constexpr uint64_t kFlatGroupRows = 128;  // a flat directory has one mor
 constexpr size_t flat_directory_bytes(uint64_t num_rows) {
   return num_rows > (uint64_t{1} << 60) / 6 ? uint64_t{1} << 60 : num_rows * 5 + 8 + num_rows / kFlatGroupRows + 1;
 }
-size_t hashed_directory_bytes(uint64_t stored_rows);  // an upper estimate
+size_t hashed_directory_bytes(uint64_t stored_rows);                      // an upper estimate
 size_t bounded_directory_bytes(uint64_t num_rows, uint64_t stored_rows);  // the same, whichever rows are stored
 
 std::unique_ptr<Directory> make_flat_directory(uint64_t num_rows);
 std::unique_ptr<Directory> make_hashed_directory();
 std::unique_ptr<Directory> make_bounded_directory(uint64_t num_rows);
-
 
 // Those of `rows` that have no entry, in their order.
 std::vector<int64_t> absent_rows(const Directory& directory, const int64_t* rows, size_t n);

@@ -87,7 +87,8 @@ bool decode_directory_header(std::span<const std::byte> bytes, uint64_t file_byt
   header->num_entries = load<uint64_t>(bytes.data() + 64);
   header->num_rows = load<uint64_t>(bytes.data() + 72);
   const bool sound = header->piece_bytes >= 4096 && header->piece_bytes % 4096 == 0 &&
-                     header->piece_bytes <= kMaxPieceBytes && header->num_segments <= file_bytes / header->segment_count_bytes() &&
+                     header->piece_bytes <= kMaxPieceBytes &&
+                     header->num_segments <= file_bytes / header->segment_count_bytes() &&
                      header->num_entries <= file_bytes / kPackedEntryBytes && header->num_rows <= header->num_entries &&
                      header->file_bytes() == file_bytes;
   if (!sound) corrupt("has a header whose numbers contradict each other or its length");
@@ -111,8 +112,8 @@ uint64_t count_of_piece(const DirectoryHeader& header, uint64_t index) {
 }
 
 void check_piece(const DirectoryHeader& header, uint64_t index, const std::byte* piece, const std::string& path) {
-  const std::string where =
-      "directory checkpoint " + path + ": the piece at byte " + std::to_string(kDirectoryHeaderBytes + index * header.piece_bytes);
+  const std::string where = "directory checkpoint " + path + ": the piece at byte " +
+                            std::to_string(kDirectoryHeaderBytes + index * header.piece_bytes);
   if (load<uint32_t>(piece) != piece_crc(header, index, piece)) {
     throw Error(ErrorKind::kCorruption, where + " fails its checksum");
   }

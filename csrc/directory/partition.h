@@ -78,7 +78,8 @@ class Partition {
       hole = next;
     }
     keys_[hole] = -1;
-    if (capacity_ < kLeastToShrink || static_cast<double>(count_) > kShrinkLoad * static_cast<double>(capacity_)) return;
+    if (capacity_ < kLeastToShrink || static_cast<double>(count_) > kShrinkLoad * static_cast<double>(capacity_))
+      return;
     try {
       resize(grown(0, count_ + 1));
     } catch (const std::bad_alloc&) {  // it keeps its memory
@@ -123,8 +124,8 @@ class Partition {
     return slot;
   }
 
-  std::unique_ptr<int64_t[]> keys_;       // -1: free
-  std::unique_ptr<std::byte[]> values_;   // kEntryBytes each
+  std::unique_ptr<int64_t[]> keys_;      // -1: free
+  std::unique_ptr<std::byte[]> values_;  // kEntryBytes each
   size_t capacity_ = 0;
   size_t count_ = 0;
 };

@@ -16,7 +16,9 @@ namespace {
 class Versions {
  public:
   explicit Versions(size_t expected) : slots_(std::bit_ceil(std::max<size_t>(16, expected * 3 / 2)), Slot{-1, 0}) {}
-  static size_t bytes_for(size_t expected) { return std::bit_ceil(std::max<size_t>(16, expected * 3 / 2)) * sizeof(Slot); }
+  static size_t bytes_for(size_t expected) {
+    return std::bit_ceil(std::max<size_t>(16, expected * 3 / 2)) * sizeof(Slot);
+  }
   void prefetch(int64_t id) const { __builtin_prefetch(&slots_[(mix_id(id) >> 20) & (slots_.size() - 1)]); }
   // True when `version` is higher than any seen of this id.
   bool raise(int64_t id, uint64_t version) {
@@ -53,8 +55,9 @@ class Versions {
 }  // namespace
 
 void refuse_count(const Segment& segment, const ChunkTrailer& chunk, int64_t id) {
-  throw Error(ErrorKind::kCorruption, "segment " + segment.file->path() + ": the chunk at byte " + std::to_string(chunk.begin) +
-                                          " holds a count of id " + std::to_string(id) + " that is none");
+  throw Error(ErrorKind::kCorruption, "segment " + segment.file->path() + ": the chunk at byte " +
+                                          std::to_string(chunk.begin) + " holds a count of id " + std::to_string(id) +
+                                          " that is none");
 }
 
 uint64_t Replay::run(const std::vector<Segment*>& segments) const {
@@ -102,7 +105,8 @@ uint64_t Replay::run(const std::vector<Segment*>& segments) const {
                                                   ", which this commit cannot have");
         }
         if (pass == 0 && chunk.kind == ChunkKind::kTombstone) {
-          for (const uint64_t version : versions) segment->oldest_tombstone = std::min(segment->oldest_tombstone, version);
+          for (const uint64_t version : versions)
+            segment->oldest_tombstone = std::min(segment->oldest_tombstone, version);
         }
         if (pass == 0 && reserve != nullptr && chunk.kind == ChunkKind::kData) reserve(ids.data(), ids.size());
         chosen.clear();

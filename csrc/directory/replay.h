@@ -44,7 +44,8 @@ struct Replay {
   size_t scratch_bytes;   // bounds the memory for versions: more rows than fit take several passes over the indexes
   // Called with ids before they are set; some may be new to the directory. Null: the directory grows by itself.
   std::function<void(const int64_t* ids, size_t n)> reserve;
-  // Called with each entry of a stored row that a replayed one replaces. Null: it is a position in `log`, where it was live.
+  // Called with each entry of a stored row that a replayed one replaces. Null: it is a position in `log`, where it was
+  // live.
   std::function<void(Entry before)> give_up;
   CountRule counts = {};
 

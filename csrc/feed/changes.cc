@@ -15,18 +15,21 @@ namespace {
 constexpr uint64_t kDeleted = ~uint64_t{0};
 constexpr int kMostAttempts = 20;  // commits that are collected while they are opened
 
-LogMemory reading_memory() { return {.chunk_bytes = 16 << 10, .num_chunks = 1, .read_slice_bytes = 4096, .num_read_slices = 1}; }
+LogMemory reading_memory() {
+  return {.chunk_bytes = 16 << 10, .num_chunks = 1, .read_slice_bytes = 4096, .num_read_slices = 1};
+}
 
 }  // namespace
 
-Changes::Changes(vfs::Vfs& vfs, std::string directory, const std::string& name, Cursor since, std::optional<uint64_t> to,
-                 size_t ram_bytes, std::string advice)
+Changes::Changes(vfs::Vfs& vfs, std::string directory, const std::string& name, Cursor since,
+                 std::optional<uint64_t> to, size_t ram_bytes, std::string advice)
     : vfs_(vfs), directory_(std::move(directory)), name_(name), advice_(std::move(advice)) {
   const Manifests manifests(vfs_, directory_);
   for (int attempt = 0;; ++attempt) {
     commit_ = to.has_value() ? manifests.load(*to) : manifests.load_newest();
     if ((commit_.reader_flags & kReaderFlagScratch) != 0) {
-      throw Error(ErrorKind::kInvalid, "table '" + name_ + "' is a scratch table, of which nothing is kept: it has no commits to compare");
+      throw Error(ErrorKind::kInvalid,
+                  "table '" + name_ + "' is a scratch table, of which nothing is kept: it has no commits to compare");
     }
     since_ = checked(since);
     deleted_since_ = since_.epoch == 0 ? ~uint64_t{0} : since_.next_version;
@@ -77,13 +80,15 @@ uint64_t Changes::version_of(uint64_t epoch) const {
     if (error.kind() != ErrorKind::kNotFound) throw;
     std::string known;
     for (const uint64_t one : manifests.epochs()) known += (known.empty() ? "" : ", ") + std::to_string(one);
-    throw Error(ErrorKind::kInvalid, "table '" + name_ + "': commit " + std::to_string(epoch) +
-                                         " is gone, so the changes since then are not known; commits that remain: " + known + advice_);
+    throw Error(ErrorKind::kInvalid,
+                "table '" + name_ + "': commit " + std::to_string(epoch) +
+                    " is gone, so the changes since then are not known; commits that remain: " + known + advice_);
   }
 }
 
 void Changes::open_segments() {
-  log_ = std::make_unique<Log>(vfs_, directory_, commit_.uuid, commit_.payload_bytes, commit_.slots_per_segment, reading_memory());
+  log_ = std::make_unique<Log>(vfs_, directory_, commit_.uuid, commit_.payload_bytes, commit_.slots_per_segment,
+                               reading_memory());
   if (commit_.num_rows >= 0) log_->reader().set_ids_end(static_cast<uint64_t>(commit_.num_rows));
   std::vector<SegmentEntry> entries;
   for (const SegmentEntry& entry : commit_.segments) {
@@ -106,20 +111,22 @@ void Changes::collect_pass() {
         if (versions_[i] >= commit_.next_version || ids_[i] < 0) {
           throw Error(ErrorKind::kCorruption, "segment " + segment->file->path() + ": the chunk at byte " +
                                                   std::to_string(chunk.begin) + " holds id " + std::to_string(ids_[i]) +
-                                                  " with version " + std::to_string(versions_[i]) + ", which this commit cannot have");
+                                                  " with version " + std::to_string(versions_[i]) +
+                                                  ", which this commit cannot have");
         }
         if (passes_ > 1 && (mix_id(ids_[i]) >> 8) % passes_ != pass_) continue;
-        const uint64_t position = chunk.kind == ChunkKind::kTombstone ? kDeleted : log_->position(segment->id, chunk.first_slot + i);
+        const uint64_t position =
+            chunk.kind == ChunkKind::kTombstone ? kDeleted : log_->position(segment->id, chunk.first_slot + i);
         places_.push_back({ids_[i], versions_[i], position});
       }
     }
   }
   ++pass_;
-  std::sort(places_.begin(), places_.end(), [](const Place& a, const Place& b) {
-    return a.id != b.id ? a.id < b.id : a.version > b.version;
-  });
-  places_.erase(std::unique(places_.begin(), places_.end(), [](const Place& a, const Place& b) { return a.id == b.id; }),
-                places_.end());
+  std::sort(places_.begin(), places_.end(),
+            [](const Place& a, const Place& b) { return a.id != b.id ? a.id < b.id : a.version > b.version; });
+  places_.erase(
+      std::unique(places_.begin(), places_.end(), [](const Place& a, const Place& b) { return a.id == b.id; }),
+      places_.end());
   std::sort(places_.begin(), places_.end(), [](const Place& a, const Place& b) {
     return a.position != b.position ? a.position < b.position : a.id < b.id;
   });

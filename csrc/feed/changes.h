@@ -28,10 +28,10 @@ namespace bunkbed {
 
 class Changes {
  public:
-  // `since`: the commit that the caller has, epoch 0 for none; without its next_version (0), its manifest must exist. Of
-  // one that is new, every row is given, and what was deleted since it came, because it may have some rows.
-  // `to`: the commit to read, the newest without it. `ram_bytes` bounds the memory for ids and versions: with more
-  // changes, the indexes are read several times. `advice` ends the error where the changes since then are not known.
+  // `since`: the commit that the caller has, epoch 0 for none; without its next_version (0), its manifest must exist.
+  // Of one that is new, every row is given, and what was deleted since it came, because it may have some rows. `to`:
+  // the commit to read, the newest without it. `ram_bytes` bounds the memory for ids and versions: with more changes,
+  // the indexes are read several times. `advice` ends the error where the changes since then are not known.
   Changes(vfs::Vfs& vfs, std::string directory, const std::string& name, Cursor since, std::optional<uint64_t> to,
           size_t ram_bytes, std::string advice = {});
   Changes(const Changes&) = delete;
@@ -66,17 +66,17 @@ class Changes {
   const std::string name_;
   const std::string advice_;
   Manifest commit_;
-  Cursor since_;                     // epoch 0: everything is given
-  uint64_t deleted_since_ = 0;       // tombstones below it are not given
+  Cursor since_;                // epoch 0: everything is given
+  uint64_t deleted_since_ = 0;  // tombstones below it are not given
   std::unique_ptr<Log> log_;
   std::vector<Segment*> segments_;  // of epochs after `since`, by number
   uint64_t passes_ = 1;
-  uint64_t pass_ = 0;                // the next one
-  std::vector<Place> places_;        // the rows of this pass, by position
+  uint64_t pass_ = 0;          // the next one
+  std::vector<Place> places_;  // the rows of this pass, by position
   size_t next_place_ = 0;
-  std::vector<int64_t> deleted_;     // the deleted rows of this pass
+  std::vector<int64_t> deleted_;  // the deleted rows of this pass
   size_t next_deleted_ = 0;
-  size_t segment_ = 0, chunk_ = 0;   // of the next row
+  size_t segment_ = 0, chunk_ = 0;  // of the next row
   Span span_;
   std::vector<int64_t> ids_;
   std::vector<uint64_t> versions_;

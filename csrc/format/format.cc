@@ -181,14 +181,14 @@ ChunkTrailer decode_chunk_trailer(std::span<const std::byte> bytes, const Uuid& 
   }
   trailer.kind = static_cast<ChunkKind>(kind);
   const uint64_t records = trailer.kind == ChunkKind::kData ? trailer.count : 0;
-  const bool sound = load<uint64_t>(bytes.data() + 16) == segment && trailer.end == end && trailer.begin < end &&
-                     trailer.begin >= kSegmentHeaderBytes && trailer.begin % 4096 == 0 && end % 4096 == 0 &&
-                     trailer.first_slot <= end / stride && trailer.first_slot + records <= slots_per_segment && records <= (end - trailer.begin) / stride &&
-                     trailer.index_offset <= end && trailer.first_slot * stride >= trailer.begin &&
-                     (trailer.first_slot + records) * stride <= trailer.index_offset &&
-                     trailer.index_offset >= trailer.begin &&
-                     trailer.index_bytes() <= end - kChunkTrailerBytes - trailer.begin &&
-                     trailer.index_offset + trailer.index_bytes() <= end - kChunkTrailerBytes;
+  const bool sound =
+      load<uint64_t>(bytes.data() + 16) == segment && trailer.end == end && trailer.begin < end &&
+      trailer.begin >= kSegmentHeaderBytes && trailer.begin % 4096 == 0 && end % 4096 == 0 &&
+      trailer.first_slot <= end / stride && trailer.first_slot + records <= slots_per_segment &&
+      records <= (end - trailer.begin) / stride && trailer.index_offset <= end &&
+      trailer.first_slot * stride >= trailer.begin && (trailer.first_slot + records) * stride <= trailer.index_offset &&
+      trailer.index_offset >= trailer.begin && trailer.index_bytes() <= end - kChunkTrailerBytes - trailer.begin &&
+      trailer.index_offset + trailer.index_bytes() <= end - kChunkTrailerBytes;
   if (!sound) corrupt(where + " has a trailer whose numbers contradict each other or its place");
   return trailer;
 }
@@ -218,7 +218,8 @@ void read_retention(Reader& r, Manifest* m) {
   if (evict > 2) r.malformed("unknown order of eviction " + std::to_string(evict));
   m->retention.clock = static_cast<AgeClock>(clock);
   m->retention.evict = static_cast<EvictFirst>(evict);
-  if (m->retention.expire < 0 || m->retention.max_rows < 0 || m->retention.keep < 0 || m->clock < m->retention.first_time() || !m->retention.is_set()) {
+  if (m->retention.expire < 0 || m->retention.max_rows < 0 || m->retention.keep < 0 ||
+      m->clock < m->retention.first_time() || !m->retention.is_set()) {
     r.malformed("a rule of retention is out of range");
   }
   if (m->fields.size() < 3) r.malformed("its records have no usage");
@@ -336,8 +337,10 @@ Manifest decode_manifest(std::span<const std::byte> bytes, const std::string& pa
     throw Error(ErrorKind::kFormat, "manifest " + path + " has format version " + std::to_string(version) +
                                         ", this release reads version " + std::to_string(kFormatVersion));
   }
-  if (bytes.size() > kMaxManifestBytes || load<uint64_t>(bytes.data() + 16) != bytes.size() - kManifestPrefixBytes - 4) {
-    corrupt("manifest " + path + " is " + std::to_string(bytes.size()) + " bytes long, which is not the length it states");
+  if (bytes.size() > kMaxManifestBytes ||
+      load<uint64_t>(bytes.data() + 16) != bytes.size() - kManifestPrefixBytes - 4) {
+    corrupt("manifest " + path + " is " + std::to_string(bytes.size()) +
+            " bytes long, which is not the length it states");
   }
   Reader r(bytes.subspan(kManifestPrefixBytes, bytes.size() - kManifestPrefixBytes - 4), path);
   Manifest m;
@@ -429,7 +432,8 @@ Manifest decode_manifest(std::span<const std::byte> bytes, const std::string& pa
     for (size_t i = 0; i < num_rewinds; ++i) {
       const Rewind rewind{r.get<uint64_t>(), r.get<uint64_t>()};
       if (rewind.to >= rewind.at || rewind.at > m.epoch || rewind.at <= before) {
-        r.malformed("a rewind to commit " + std::to_string(rewind.to) + " with commit " + std::to_string(rewind.at) + " is impossible");
+        r.malformed("a rewind to commit " + std::to_string(rewind.to) + " with commit " + std::to_string(rewind.at) +
+                    " is impossible");
       }
       before = rewind.at;
       m.rewinds.push_back(rewind);
@@ -439,7 +443,8 @@ Manifest decode_manifest(std::span<const std::byte> bytes, const std::string& pa
   if (has_usage) read_retention(r, &m);
   if ((m.reader_flags & kReaderFlagAdmission) != 0) {
     m.retention.admit = r.get<double>();
-    if (!(m.retention.admit > 0.0 && m.retention.admit < 1.0)) r.malformed("its probability of admission is out of range");
+    if (!(m.retention.admit > 0.0 && m.retention.admit < 1.0))
+      r.malformed("its probability of admission is out of range");
   }
   m.has_counts = (m.reader_flags & kReaderFlagCounts) != 0;
   if (m.has_counts) {

@@ -43,20 +43,21 @@ void encode_segment_header(const SegmentHeader& header, std::byte* out);  // wri
 SegmentHeader decode_segment_header(std::span<const std::byte> bytes, const std::string& path);
 
 // ---- Chunk ---------------------------------------------------------------------------------------------------
-// [records at slots first_slot ..][ids int64[n]][versions uint64[n]][counts uint64[n]][zeros][trailer], ending on a block
-// boundary. A chunk of kCount alone has the counts: directory entries of ids that steps have named and not stored.
+// [records at slots first_slot ..][ids int64[n]][versions uint64[n]][counts uint64[n]][zeros][trailer], ending on a
+// block boundary. A chunk of kCount alone has the counts: directory entries of ids that steps have named and not
+// stored.
 
 enum class ChunkKind : uint32_t { kData = 1, kTombstone = 2, kCount = 3 };
 
 struct ChunkTrailer {
   ChunkKind kind = ChunkKind::kData;
   uint64_t epoch = 0;
-  uint64_t begin = 0;        // byte offset in the segment where the chunk's first block begins
-  uint64_t end = 0;          // byte offset after the trailer
-  uint64_t first_slot = 0;   // record number within the segment of the chunk's first record
-  uint64_t index_offset = 0; // byte offset of ids[0]
-  uint32_t count = 0;        // records; for tombstones and counts: ids, without records
-  uint32_t index_crc = 0;    // CRC-32C of the index: ids, versions and counts
+  uint64_t begin = 0;         // byte offset in the segment where the chunk's first block begins
+  uint64_t end = 0;           // byte offset after the trailer
+  uint64_t first_slot = 0;    // record number within the segment of the chunk's first record
+  uint64_t index_offset = 0;  // byte offset of ids[0]
+  uint32_t count = 0;         // records; for tombstones and counts: ids, without records
+  uint32_t index_crc = 0;     // CRC-32C of the index: ids, versions and counts
   uint64_t index_bytes() const { return uint64_t{count} * (kind == ChunkKind::kCount ? 24 : 16); }
 };
 inline constexpr size_t kChunkTrailerBytes = 80;
@@ -124,7 +125,7 @@ struct Manifest {
   std::string keep;  // name of the snapshot; empty: not kept
   std::string meta;  // the caller's JSON
   // ---- With kReaderFlagHistory; encode_manifest() sets the flag where there is one.
-  uint64_t deletions_from = 0;   // the segments have every tombstone from this version on; 0: no row was ever deleted
+  uint64_t deletions_from = 0;  // the segments have every tombstone from this version on; 0: no row was ever deleted
   std::vector<Rewind> rewinds;  // ascending; those of very long ago may be joined
   // ---- With kReaderFlagRetention; encode_manifest() sets the flag where there is a rule.
   // `retention.admit` and `retention.admit_from` have flags of their own, kReaderFlagAdmission and kReaderFlagCounts.
@@ -133,8 +134,8 @@ struct Manifest {
   // ---- With kReaderFlagCounts; encode_manifest() sets the flag where there is a rule or `has_counts`. The flag stays
   // when the rule goes, because the segments may have counts. The rule is `retention.admit_from`.
   bool has_counts = false;
-  uint64_t counted_ids = 0;    // ids that have a count
-  int64_t counts_since = 0;    // a count that was last raised before this time is none
+  uint64_t counted_ids = 0;  // ids that have a count
+  int64_t counts_since = 0;  // a count that was last raised before this time is none
 
   DType dtype() const { return static_cast<DType>(fields.at(0).dtype); }
 };
@@ -147,7 +148,8 @@ inline constexpr uint64_t kReaderFlagScratch = 2;
 inline constexpr uint64_t kReaderFlagHistory = 4;
 // Reader flag: records have the usage of their rows, and the manifest has the rules by which rows go.
 inline constexpr uint64_t kReaderFlagRetention = 8;
-// Reader flag: the manifest has the probability with which a step stores a row. A release without the flag would store all.
+// Reader flag: the manifest has the probability with which a step stores a row. A release without the flag would store
+// all.
 inline constexpr uint64_t kReaderFlagAdmission = 16;
 // Reader flag: segments have counts of ids that are not stored yet. A release without the flag would lose them.
 inline constexpr uint64_t kReaderFlagCounts = 32;
@@ -166,8 +168,8 @@ Manifest decode_manifest(std::span<const std::byte> bytes, const std::string& pa
 
 // ---- File names ----------------------------------------------------------------------------------------------
 
-std::string manifest_name(uint64_t epoch);    // manifest-0000000000000001
-std::string segment_name(uint64_t segment);   // segment-0000000000000001
+std::string manifest_name(uint64_t epoch);   // manifest-0000000000000001
+std::string segment_name(uint64_t segment);  // segment-0000000000000001
 // Writes the number in such a name to `number`; returns false for a name of another kind.
 bool parse_name(const std::string& name, const char* prefix, uint64_t* number);
 inline constexpr const char* kLockName = "lock";

@@ -6,7 +6,8 @@
 
 namespace bunkbed {
 
-RecordUpdate::RecordUpdate(const std::vector<Field>& fields, const StepConstants& constants, uint64_t seed, int64_t step)
+RecordUpdate::RecordUpdate(const std::vector<Field>& fields, const StepConstants& constants, uint64_t seed,
+                           int64_t step)
     : kernels_(kernels()), constants_(constants), seed_(seed), step_(step), dim_(fields.at(0).length) {
   layout_.dtype = field_dtype(fields[0]);
   layout_.state_dtype = fields.size() > 1 ? field_dtype(fields[1]) : DType::kFloat32;

@@ -84,15 +84,16 @@ void segment(const uint8_t* data, size_t size) {
   mend_segment(&bytes, data[0], uuid);
   uint64_t stride = 24;
   try {
-    const SegmentHeader header = decode_segment_header({bytes.data(), std::min(bytes.size(), kSegmentHeaderBytes)}, "s");
+    const SegmentHeader header =
+        decode_segment_header({bytes.data(), std::min(bytes.size(), kSegmentHeaderBytes)}, "s");
     stride = std::clamp<uint64_t>(header.stride, 8, 1 << 20);
   } catch (const Error&) {
   }
   if (bytes.size() < kChunkTrailerBytes) return;
   try {
     const uint64_t end = bytes.size();
-    const ChunkTrailer trailer = decode_chunk_trailer({bytes.data() + end - kChunkTrailerBytes, kChunkTrailerBytes}, uuid,
-                                                      1, end, stride, 1 << 20, "s");
+    const ChunkTrailer trailer = decode_chunk_trailer({bytes.data() + end - kChunkTrailerBytes, kChunkTrailerBytes},
+                                                      uuid, 1, end, stride, 1 << 20, "s");
     // All bytes that it names are inside the chunk.
     must(trailer.begin < trailer.end && trailer.end == end);
     must(trailer.index_offset >= trailer.begin);
@@ -116,7 +117,8 @@ void directory(const uint8_t* data, size_t size) {
     if (mending & 2) put(file.data() + 80, crc(0, file.data(), 80), 4);
     std::memcpy(header.uuid.data(), file.data() + 16, 16);
     try {
-      if ((mending & 4) && decode_directory_header(file, file.size(), "d", &header) && header.form != DirectoryForm::kVoid) {
+      if ((mending & 4) && decode_directory_header(file, file.size(), "d", &header) &&
+          header.form != DirectoryForm::kVoid) {
         must(header.file_bytes() == file.size());
         for (uint64_t index = 0; index < header.segment_pieces() + header.entry_pieces(); ++index) {
           std::byte* const piece = file.data() + kDirectoryHeaderBytes + index * header.piece_bytes;
@@ -134,7 +136,8 @@ void directory(const uint8_t* data, size_t size) {
   LogMemory memory;
   memory.num_read_slices = 1;
   memory.num_chunks = 1;
-  for (auto* const make : {make_flat_directory, make_bounded_directory, +[](uint64_t) { return make_hashed_directory(); }}) {
+  for (auto* const make :
+       {make_flat_directory, make_bounded_directory, +[](uint64_t) { return make_hashed_directory(); }}) {
     const auto rows = make(kRows);
     const int64_t num_rows = rows->has_ranges() ? kRows : -1;
     try {

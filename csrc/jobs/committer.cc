@@ -34,7 +34,8 @@ Manifest Committer::manifest_now(uint64_t epoch) const {
   manifest.segments.clear();
   for (const auto& [id, segment] : log->segments()) {
     if (segment->is_ending) continue;  // not complete yet
-    if (segment->live > 0 || segment->others() > 0) manifest.segments.push_back({segment->id, segment->epoch, segment->bytes});
+    if (segment->live > 0 || segment->others() > 0)
+      manifest.segments.push_back({segment->id, segment->epoch, segment->bytes});
   }
   return manifest;
 }
@@ -60,7 +61,7 @@ void Committer::publish(Manifest manifest) {
 
 // Step 1. Returns null, with `pending` over, when there is nothing to make durable.
 std::unique_ptr<Committer::Job> Committer::prepare(const std::optional<std::string>& meta, const std::string& keep,
-                                                      std::shared_ptr<PendingCommit>* pending, bool even_if_same) {
+                                                   std::shared_ptr<PendingCommit>* pending, bool even_if_same) {
   const auto guard = device_.lock_written_back([this]() NO_THREAD_SAFETY_ANALYSIS {
     if (table_.options.disk_bytes != 0) return table_.lock.exclusive();
     auto work = table_.lock.work();
@@ -168,7 +169,8 @@ void Committer::make_durable(Job* job) {
     const auto guard = table_.lock.slice();
     log->mark_synced(unsynced);
     for (const auto& [id, segment] : log->segments()) {
-      if (segment->is_ending && segment->records + segment->others() > 0) manifest.segments.push_back({id, segment->epoch, segment->bytes});
+      if (segment->is_ending && segment->records + segment->others() > 0)
+        manifest.segments.push_back({id, segment->epoch, segment->bytes});
     }
     manifest.next_segment = log->next_segment();
   }
@@ -260,7 +262,8 @@ uint64_t Committer::commit(const std::optional<std::string>& meta, const std::st
   return pending->wait();
 }
 
-std::shared_ptr<PendingCommit> Committer::begin_commit(const std::optional<std::string>& meta, const std::string& keep) {
+std::shared_ptr<PendingCommit> Committer::begin_commit(const std::optional<std::string>& meta,
+                                                       const std::string& keep) {
   std::shared_ptr<PendingCommit> pending;
   std::shared_ptr<Job> job = prepare(meta, keep, &pending);
   if (job == nullptr) return pending;

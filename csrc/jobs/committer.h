@@ -48,7 +48,13 @@ class Committer {
  public:
   Committer(TableState& table, DeviceLink& device, DiskRoom& disk, FileCollector& collector, IndexSnapshots& index,
             CompactionJob& compaction, RamSnapshots& ram)
-      : table_(table), device_(device), disk_(disk), collector_(collector), index_(index), compaction_(compaction), ram_(ram) {}
+      : table_(table),
+        device_(device),
+        disk_(disk),
+        collector_(collector),
+        index_(index),
+        compaction_(compaction),
+        ram_(ram) {}
   Committer(const Committer&) = delete;
   Committer& operator=(const Committer&) = delete;
 

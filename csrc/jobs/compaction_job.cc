@@ -40,7 +40,7 @@ void CompactionJob::run() {
   auto guard = table_.lock.slice();
   CompactionScheduler& compaction = table_.store->compaction();
   const auto may_go_on = [&]()
-      NO_THREAD_SAFETY_ANALYSIS { return !table_.lock.is_settling() || compaction.is_behind(); };
+                             NO_THREAD_SAFETY_ANALYSIS { return !table_.lock.is_settling() || compaction.is_behind(); };
   // After a failed write the log keeps the bytes; the next append tries again and reports the failure.
   try {
     for (Compactor::Read read; may_go_on() && compaction.plan(&read);) {

@@ -12,8 +12,8 @@ class CompactionJob {
   CompactionJob(const CompactionJob&) = delete;
   CompactionJob& operator=(const CompactionJob&) = delete;
 
-  // Starts compaction when it is due. When it runs already and is behind the appends, waits until it is not, so that the
-  // log does not grow without bound. Requires the lock.
+  // Starts compaction when it is due. When it runs already and is behind the appends, waits until it is not, so that
+  // the log does not grow without bound. Requires the lock.
   void start(TableLock::Guard& guard) REQUIRES(table_.lock);
   // After a commit: compacts on this thread, unless compaction runs already and does this work, too. Takes the lock.
   void run_after_commit();

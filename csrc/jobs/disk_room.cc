@@ -22,7 +22,8 @@ std::optional<MemoryPlan> DiskRoom::plan_with_smaller_chunks(uint64_t rows) cons
   uint64_t least = disk().needed(rows);
   std::optional<MemoryPlan> best;
   for (MemoryPlan plan = now; plan.log.chunk_bytes > smallest_chunk_bytes(stride);) {
-    plan.log.chunk_bytes = std::max(smallest_chunk_bytes(stride), vfs::round_up(plan.log.chunk_bytes / 2, vfs::kBlockBytes));
+    plan.log.chunk_bytes =
+        std::max(smallest_chunk_bytes(stride), vfs::round_up(plan.log.chunk_bytes / 2, vfs::kBlockBytes));
     const uint64_t needed = disk().needed_with(plan.log, rows);
     if (needed >= least) continue;
     least = needed;
@@ -48,7 +49,8 @@ void DiskRoom::require_limit() {
   }
   const uint64_t needed = disk().needed_now();
   if (limit >= needed) return;
-  throw Error(ErrorKind::kInvalid, "table '" + table_.name + "': disk=" + std::to_string(limit) + " bytes is too small for " +
+  throw Error(ErrorKind::kInvalid, "table '" + table_.name + "': disk=" + std::to_string(limit) +
+                                       " bytes is too small for " +
                                        std::to_string(table_.store->directory().stored_rows()) + " stored rows in " +
                                        std::to_string(disk().log_bytes()) + " bytes of files and " +
                                        std::to_string(disk().snapshot_bytes()) +
@@ -62,10 +64,11 @@ MemoryPlan DiskRoom::within_limit(const MemoryPlan& plan) const {
   const MemoryPlan& before = table_.store->plan();
   const size_t stride = table_.store->log()->stride();
   if (before.log.total(stride) > plan.log.total(stride)) {
-    throw Error(ErrorKind::kInvalid, "table '" + table_.name + "': with ram=" + std::to_string(plan.total_bytes) +
-                                         " bytes its writes are so small that its limit of disk=" + std::to_string(limit) +
-                                         " bytes is too small; it would need disk=" +
-                                         std::to_string(disk().needed_with(plan.log, table_.store->directory().stored_rows())));
+    throw Error(ErrorKind::kInvalid,
+                "table '" + table_.name + "': with ram=" + std::to_string(plan.total_bytes) +
+                    " bytes its writes are so small that its limit of disk=" + std::to_string(limit) +
+                    " bytes is too small; it would need disk=" +
+                    std::to_string(disk().needed_with(plan.log, table_.store->directory().stored_rows())));
   }
   MemoryPlan with_its_chunks = plan;
   with_its_chunks.fixed_bytes -= plan.log.total(stride) - before.log.total(stride);
@@ -90,11 +93,12 @@ void DiskRoom::make_room_for_stored(const int64_t* ids, size_t n) {
     const uint64_t tombstones = table_.store->compactor().tombstones(), counts = table_.store->compactor().counts();
     if (tombstones + counts > 0) table_.store->compaction().compact_all();
     if (table_.store->compactor().tombstones() + table_.store->compactor().counts() < tombstones + counts) continue;
-    throw table_.out_of_disk(std::to_string(stored) + " stored rows are more than its limit of disk=" +
-                          std::to_string(disk().limit()) + " bytes has room for, in addition to " +
-                          std::to_string(disk().snapshot_bytes()) + " bytes of snapshots and " +
-                          std::to_string(tombstones) + " ids of deleted rows, which a cursor of the change feed may need",
-                      disk().needed(stored));
+    throw table_.out_of_disk(std::to_string(stored) +
+                                 " stored rows are more than its limit of disk=" + std::to_string(disk().limit()) +
+                                 " bytes has room for, in addition to " + std::to_string(disk().snapshot_bytes()) +
+                                 " bytes of snapshots and " + std::to_string(tombstones) +
+                                 " ids of deleted rows, which a cursor of the change feed may need",
+                             disk().needed(stored));
   }
 }
 
@@ -110,8 +114,9 @@ void DiskRoom::make_room(const int64_t* ids, size_t n) {
   throw Error(ErrorKind::kSystem,
               "table '" + table_.name + "': its files take " + std::to_string(disk().used_bytes()) + " bytes, " +
                   std::to_string(disk().snapshot_bytes()) + " bytes for snapshots alone, and " +
-                  std::to_string(table_.store->unwritten_rows()) + " changed rows are still to be written: no room for " +
-                  std::to_string(n) + " ids within disk=" + std::to_string(disk().limit()) +
+                  std::to_string(table_.store->unwritten_rows()) +
+                  " changed rows are still to be written: no room for " + std::to_string(n) +
+                  " ids within disk=" + std::to_string(disk().limit()) +
                   "; commit() or dropping a snapshot makes some, disk=" + std::to_string(disk().needed_for(n)) +
                   " always has it",
               ENOSPC, table_.path);
@@ -167,8 +172,8 @@ void DiskRoom::make_commit_fit(const std::string& meta, const std::string& keep)
   if (const uint64_t needed = disk().needed(stored); is_much && needed > disk().limit()) {
     disk().set_meta_bytes(beyond_little(table_.committed.meta));
     throw table_.out_of_disk(std::to_string(meta.size()) + " bytes of meta= leave too little of disk=" +
-                          std::to_string(disk().limit()) + " bytes",
-                      needed);
+                                 std::to_string(disk().limit()) + " bytes",
+                             needed);
   }
   if (!disk().shrink_for_commit(!keep.empty())) {
     try {
@@ -180,10 +185,10 @@ void DiskRoom::make_commit_fit(const std::string& meta, const std::string& keep)
   if (keep.empty()) return;
   const uint64_t needed = disk().needed_to_keep();
   if (needed <= disk().limit()) return;
-  throw table_.out_of_disk("keeping '" + keep + "' would leave too little of disk=" +
-                        std::to_string(disk().limit()) + " bytes to go on with, in addition to " +
-                        std::to_string(disk().snapshot_bytes()) + " bytes of earlier snapshots; drop some, or commit without keep=",
-                    needed);
+  throw table_.out_of_disk("keeping '" + keep + "' would leave too little of disk=" + std::to_string(disk().limit()) +
+                               " bytes to go on with, in addition to " + std::to_string(disk().snapshot_bytes()) +
+                               " bytes of earlier snapshots; drop some, or commit without keep=",
+                           needed);
 }
 
 }  // namespace bunkbed

@@ -16,13 +16,14 @@ namespace bunkbed {
 
 namespace {
 
-constexpr uint64_t kShare = 4;  // a snapshot takes at most one byte for so many bytes of records
+constexpr uint64_t kShare = 4;          // a snapshot takes at most one byte for so many bytes of records
 constexpr uint64_t kWorthClosing = 10;  // times checkpoint_rows: records whose replay close() spares the next opening
 
 // Whether a segment existed when the walk began. `segments` is sorted by number.
 bool is_known(const std::vector<SegmentCounts>& segments, uint64_t segment) {
-  const auto found = std::lower_bound(segments.begin(), segments.end(), segment,
-                                      [](const SegmentCounts& counts, uint64_t number) { return counts.segment < number; });
+  const auto found =
+      std::lower_bound(segments.begin(), segments.end(), segment,
+                       [](const SegmentCounts& counts, uint64_t number) { return counts.segment < number; });
   return found != segments.end() && found->segment == segment;
 }
 
@@ -52,12 +53,15 @@ void IndexSnapshots::load(const Manifest& manifest, size_t scratch_bytes) {
       --segment->live;
     }
   };
-  table_.counts.indexed_records += Replay{log, directory, table_.spec.num_rows, manifest.next_version, scratch_bytes, nullptr, give_up, counts}.run(later);
+  table_.counts.indexed_records +=
+      Replay{log, directory, table_.spec.num_rows, manifest.next_version, scratch_bytes, nullptr, give_up, counts}.run(
+          later);
   if (lost > 0) {
-    throw Error(ErrorKind::kCorruption, "table '" + table_.name + "': " + std::to_string(lost) + " rows of " +
-                                            directory_name(manifest.checkpoints.back().file) +
-                                            " point at segments the commit does not have; no row is lost by it: bunkbed "
-                                            "check --repair builds the directory from the segments");
+    throw Error(ErrorKind::kCorruption,
+                "table '" + table_.name + "': " + std::to_string(lost) + " rows of " +
+                    directory_name(manifest.checkpoints.back().file) +
+                    " point at segments the commit does not have; no row is lost by it: bunkbed "
+                    "check --repair builds the directory from the segments");
   }
   replay_epoch_ = loaded.replay_epoch;
   if (!table_.options.writable) return;
@@ -102,7 +106,8 @@ void IndexSnapshots::consider() {
     const size_t stored = table_.store->directory().num_entries();
     if (stop_ || is_under_way_ || ready_.has_value() || stored < checkpoint_rows) return;
     uint64_t bytes = stored * (sizeof(int64_t) + kPackedEntryBytes);
-    if (table_.spec.num_rows > 0) bytes = std::min(bytes, static_cast<uint64_t>(table_.spec.num_rows) * kPackedEntryBytes);
+    if (table_.spec.num_rows > 0)
+      bytes = std::min(bytes, static_cast<uint64_t>(table_.spec.num_rows) * kPackedEntryBytes);
     const uint64_t record_bytes = record_stride(table_.payload_bytes) + chunk_index_bytes(1);
     if (records_to_replay() < std::clamp<uint64_t>(kShare * bytes / record_bytes, stored / 8, stored / 2) ||
         !table_.store->disk().has_bytes(DiskBudget::index_snapshot_estimate(stored))) {
@@ -164,8 +169,9 @@ void sort_by_row(std::vector<int64_t>* rows, std::vector<Entry>* entries) {
 }  // namespace
 
 std::optional<CheckpointEntry> IndexSnapshots::write(Walk* walk) {
-  const auto is_over = [&]()
-      REQUIRES(table_.lock) { return stop_ || table_.store == nullptr || store_number_ != walk->store; };
+  const auto is_over = [&]() REQUIRES(table_.lock) {
+    return stop_ || table_.store == nullptr || store_number_ != walk->store;
+  };
   DirectoryHeader& header = walk->header;
   std::vector<SegmentCounts>& segments = walk->segments;
   {
@@ -177,11 +183,15 @@ std::optional<CheckpointEntry> IndexSnapshots::write(Walk* walk) {
     header.uuid = table_.uuid;
     header.number = number_;
     header.replay_epoch = log.oldest_open_epoch();
-    header.piece_bytes = vfs::round_down(std::clamp<size_t>(table_.store->plan().total_bytes / 256, 4u << 10, 256u << 10), 4096);
+    header.piece_bytes =
+        vfs::round_down(std::clamp<size_t>(table_.store->plan().total_bytes / 256, 4u << 10, 256u << 10), 4096);
     walk->parts = directory.num_parts();
     const uint64_t dense = static_cast<uint64_t>(std::max<int64_t>(0, table_.spec.num_rows)) * kPackedEntryBytes;
-    const bool is_dense = directory.has_ranges() && directory.counted_rows() == 0 && dense <= directory.stored_rows() * (sizeof(int64_t) + kPackedEntryBytes);
-    header.form = table_.has_counts() ? DirectoryForm::kCountedPairs : is_dense ? DirectoryForm::kDense : DirectoryForm::kPairs;
+    const bool is_dense = directory.has_ranges() && directory.counted_rows() == 0 &&
+                          dense <= directory.stored_rows() * (sizeof(int64_t) + kPackedEntryBytes);
+    header.form = table_.has_counts() ? DirectoryForm::kCountedPairs
+                  : is_dense          ? DirectoryForm::kDense
+                                      : DirectoryForm::kPairs;
     header.num_entries = header.is_dense() ? static_cast<uint64_t>(table_.spec.num_rows) : 0;
     for (const auto& [id, segment] : log.segments()) {
       if (segment->epoch >= header.replay_epoch) continue;
@@ -283,7 +293,8 @@ void IndexSnapshots::committed_ready() {
 
 void IndexSnapshots::count_bytes() {
   const uint64_t estimate = DiskBudget::index_snapshot_estimate(table_.store->directory().num_entries());
-  table_.store->disk().set_index_snapshot_bytes((ready_.has_value() ? ready_->bytes : 0) + (is_under_way_ ? estimate : 0));
+  table_.store->disk().set_index_snapshot_bytes((ready_.has_value() ? ready_->bytes : 0) +
+                                                (is_under_way_ ? estimate : 0));
 }
 
 }  // namespace bunkbed

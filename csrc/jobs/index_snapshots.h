@@ -83,7 +83,7 @@ class IndexSnapshots {
   std::atomic<bool> stop_{false};
   uint64_t store_number_ GUARDED_BY(table_.lock) = 0;  // changes when another store replaces the present one
   bool is_under_way_ GUARDED_BY(table_.lock) = false;
-  uint64_t number_ GUARDED_BY(table_.lock) = 0;        // of the snapshot under way
+  uint64_t number_ GUARDED_BY(table_.lock) = 0;  // of the snapshot under way
   uint64_t next_number_ = 1;
   std::optional<CheckpointEntry> ready_;  // durable, and named by no commit yet
   uint64_t ready_epoch_ GUARDED_BY(table_.lock) = 0;

@@ -45,11 +45,13 @@ uint32_t Prefetcher::expect(const int64_t* ids, size_t n, uint32_t most) {
   const uint32_t batches = window.next_batch() - window.first_batch();
   const size_t most_bytes = table_.store->plan().total_bytes / (most == 0 && batches >= kStagedAtLeast ? 10 : 4);
   if (most == 0) {
-    const size_t cachefuls = 4 * table_.store->cache().capacity() / std::max<size_t>(1, table_.scratch.batch.num_unique());
+    const size_t cachefuls =
+        4 * table_.store->cache().capacity() / std::max<size_t>(1, table_.scratch.batch.num_unique());
     most = static_cast<uint32_t>(std::clamp<size_t>(cachefuls, 4, 32));
   }
   if (batches >= most) return kWindowFull;
-  const uint32_t batch = table_.store->expect(table_.scratch.batch.unique().data(), table_.scratch.batch.num_unique(), most_bytes);
+  const uint32_t batch =
+      table_.store->expect(table_.scratch.batch.unique().data(), table_.scratch.batch.num_unique(), most_bytes);
   return batch == kNoUse ? kWindowFull : batch;
 }
 
@@ -127,15 +129,16 @@ size_t Prefetcher::stage_rows(const int64_t* rows, size_t n, uint32_t batch) {
     return looked;
   }
   if (queue_ == nullptr) {
-    queue_ = std::make_unique<StagingQueue>(
-        table_.store->log(), table_.store->frame_bytes(), [this](const Store::Staging& read, bool failed, double seconds) {
-          // end_batch() notifies under the lock: the table may be destroyed as soon as no batch is staging.
-          const auto guard = table_.lock.work();
-          follow(&ahead_.reads_s, seconds);
-          table_.store->end_staging(read, failed);
-          table_.store->log()->reads().count(read.plan, 0.0);
-          table_.lock.end_batch();
-        });
+    queue_ = std::make_unique<StagingQueue>(table_.store->log(), table_.store->frame_bytes(),
+                                            [this](const Store::Staging& read, bool failed, double seconds) {
+                                              // end_batch() notifies under the lock: the table may be destroyed as soon
+                                              // as no batch is staging.
+                                              const auto guard = table_.lock.work();
+                                              follow(&ahead_.reads_s, seconds);
+                                              table_.store->end_staging(read, failed);
+                                              table_.store->log()->reads().count(read.plan, 0.0);
+                                              table_.lock.end_batch();
+                                            });
   }
   table_.lock.begin_batch();
   queue_->add(std::move(staging));
@@ -183,9 +186,9 @@ bool Prefetcher::wait_for_rows(TableLock::Guard& guard, const Batch& batch) {
   return wait_while(guard, [&]() REQUIRES(table_.lock) {
     table_.store->rows().locate(batch);
     const ArrayVector<uint32_t>& frames = batch.placement().frames;
-    return std::any_of(frames.begin(), frames.end(),
-                       [this](uint32_t frame)
-                           REQUIRES(table_.lock) { return frame != kNoFrame && table_.store->is_loading(frame); });
+    return std::any_of(frames.begin(), frames.end(), [this](uint32_t frame) REQUIRES(table_.lock) {
+      return frame != kNoFrame && table_.store->is_loading(frame);
+    });
   });
 }
 

@@ -14,12 +14,17 @@ std::vector<Manifests::Snapshot> RamSnapshots::list() const {
 }
 
 void RamSnapshots::drop(const std::string& name) {
-  const size_t dropped = std::erase_if(snapshots_, [&name](const RamSnapshot& snapshot) { return snapshot.name == name; });
+  const size_t dropped =
+      std::erase_if(snapshots_, [&name](const RamSnapshot& snapshot) { return snapshot.name == name; });
   if (dropped == 0) throw Error(ErrorKind::kInvalid, "table '" + table_.name + "' has no snapshot '" + name + "'");
 }
 
 void RamSnapshots::keep(const std::string& name) {
-  RamSnapshot snapshot{name, table_.committed.epoch, table_.step, table_.event_clock, table_.meta, {}, {}, table_.store->counts().since(), {}, {}};
+  RamSnapshot snapshot{name,        table_.committed.epoch,
+                       table_.step, table_.event_clock,
+                       table_.meta, {},
+                       {},          table_.store->counts().since(),
+                       {},          {}};
   Cache& cache = table_.store->cache();
   for (uint32_t frame = 0; frame < cache.high_water(); ++frame) {
     if (cache.info(frame).row < 0) continue;
@@ -44,10 +49,10 @@ const RamSnapshot& RamSnapshots::find(const std::string& name, std::optional<uin
     for (const RamSnapshot& snapshot : snapshots_) {
       known += (known.empty() ? "'" : ", '") + snapshot.name + "' (commit " + std::to_string(snapshot.epoch) + ")";
     }
-    throw Error(ErrorKind::kInvalid, "table '" + table_.name + "' has no snapshot " +
-                                         (epoch.has_value() ? "of commit " + std::to_string(*epoch) : "'" + name + "'") +
-                                         "; it lives in RAM only, where " +
-                                         (known.empty() ? "none is kept" : "these are kept: " + known));
+    throw Error(ErrorKind::kInvalid,
+                "table '" + table_.name + "' has no snapshot " +
+                    (epoch.has_value() ? "of commit " + std::to_string(*epoch) : "'" + name + "'") +
+                    "; it lives in RAM only, where " + (known.empty() ? "none is kept" : "these are kept: " + known));
   }
   return *found;
 }

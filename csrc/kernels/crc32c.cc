@@ -48,8 +48,8 @@ uint32_t crc32c_software(uint32_t crc, const void* data, size_t n) {
   for (; n >= 8; n -= 8, p += 8) {
     const uint64_t word = load64(p) ^ crc;
     crc = kTables[7][word & 0xff] ^ kTables[6][(word >> 8) & 0xff] ^ kTables[5][(word >> 16) & 0xff] ^
-          kTables[4][(word >> 24) & 0xff] ^ kTables[3][(word >> 32) & 0xff] ^
-          kTables[2][(word >> 40) & 0xff] ^ kTables[1][(word >> 48) & 0xff] ^ kTables[0][word >> 56];
+          kTables[4][(word >> 24) & 0xff] ^ kTables[3][(word >> 32) & 0xff] ^ kTables[2][(word >> 40) & 0xff] ^
+          kTables[1][(word >> 48) & 0xff] ^ kTables[0][word >> 56];
   }
   for (; n > 0; --n, ++p) crc = (crc >> 8) ^ kTables[0][(crc ^ *p) & 0xff];
   return ~crc;
@@ -74,10 +74,10 @@ BUNKBED_CRC_TARGET inline uint64_t three_blocks(uint64_t crc, const unsigned cha
     b = _mm_crc32_u64(b, load64(p + kBlockBytes + i));
     c = _mm_crc32_u64(c, load64(p + 2 * kBlockBytes + i));
   }
-  const __m128i first = _mm_clmulepi64_si128(_mm_cvtsi64_si128(static_cast<int64_t>(a)),
-                                             _mm_cvtsi64_si128(kShiftTwo), 0);
-  const __m128i second = _mm_clmulepi64_si128(_mm_cvtsi64_si128(static_cast<int64_t>(b)),
-                                              _mm_cvtsi64_si128(kShiftOne), 0);
+  const __m128i first =
+      _mm_clmulepi64_si128(_mm_cvtsi64_si128(static_cast<int64_t>(a)), _mm_cvtsi64_si128(kShiftTwo), 0);
+  const __m128i second =
+      _mm_clmulepi64_si128(_mm_cvtsi64_si128(static_cast<int64_t>(b)), _mm_cvtsi64_si128(kShiftOne), 0);
   const auto product = static_cast<uint64_t>(_mm_cvtsi128_si64(_mm_xor_si128(first, second)));
   return _mm_crc32_u64(0, product) ^ c;
 }

@@ -48,8 +48,7 @@ Simd level_from_environment() {
   if (name == "scalar") return Simd::kScalar;
   if (name == "avx2") return Simd::kAvx2;
   if (name == "avx512") return Simd::kAvx512;
-  throw Error(ErrorKind::kInvalid,
-              "BUNKBED_SIMD must be 'auto', 'scalar', 'avx2' or 'avx512', got '" + name + "'");
+  throw Error(ErrorKind::kInvalid, "BUNKBED_SIMD must be 'auto', 'scalar', 'avx2' or 'avx512', got '" + name + "'");
 }
 
 // Null until first use. Two threads may both read the environment; they choose the same table.
@@ -65,9 +64,8 @@ bool simd_supported(Simd level) {
     case Simd::kAvx2:
       return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("popcnt");
     case Simd::kAvx512:
-      return simd_supported(Simd::kAvx2) && __builtin_cpu_supports("avx512f") &&
-             __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-             __builtin_cpu_supports("avx512vl");
+      return simd_supported(Simd::kAvx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   }
   return false;
 #else

@@ -18,11 +18,11 @@ enum class Simd : uint8_t { kScalar = 0, kAvx2 = 1, kAvx512 = 2 };
 // Constants of one optimizer step. make_step() makes them from the table's step number (1 for the first update).
 struct StepConstants {
   OptimizerKind kind;
-  bool has_decay;         // coupled decay: grad += weight_decay * weight
-  bool has_decoupled;     // decoupled decay: weight *= keep before the update
+  bool has_decay;      // coupled decay: grad += weight_decay * weight
+  bool has_decoupled;  // decoupled decay: weight *= keep before the update
   float weight_decay;
-  float keep;             // 1 - lr * weight_decay
-  float step_size;        // SGD, Adagrad: lr. Adam: lr * sqrt(1 - beta2^t) / (1 - beta1^t), in double, then rounded
+  float keep;       // 1 - lr * weight_decay
+  float step_size;  // SGD, Adagrad: lr. Adam: lr * sqrt(1 - beta2^t) / (1 - beta1^t), in double, then rounded
   float one_minus_beta1;
   float beta2;
   float one_minus_beta2;
@@ -50,7 +50,7 @@ struct PoolRun {
   const float* weights;     // (n) factors, or null
   int64_t n;                // at least 1 with kFirst
   PoolFrom from;
-  bool divides;             // the sum is divided by `divisor`
+  bool divides;  // the sum is divided by `divisor`
   float divisor;
 };
 inline constexpr int64_t kPoolAhead = 48;
@@ -62,27 +62,27 @@ struct RowPlaces {
   const std::byte* records;  // of frame 0
   size_t stride;             // bytes from one frame's record to the next
   const uint32_t* frames;
-  const uint32_t* index;     // (known) or null
+  const uint32_t* index;  // (known) or null
   int64_t n;
-  int64_t known;             // rows that may be prefetched, counted from the first; at least n
+  int64_t known;  // rows that may be prefetched, counted from the first; at least n
 };
 
 // Float32 records in frames, to be updated one after another. A row in RowPlaces::kNowhere is skipped.
 struct RowSteps {
-  std::byte* records;      // of frame 0; the weights come first
-  size_t stride;           // bytes from one frame's record to the next
-  size_t slots_offset;     // bytes from a record's weights to its slots
+  std::byte* records;   // of frame 0; the weights come first
+  size_t stride;        // bytes from one frame's record to the next
+  size_t slots_offset;  // bytes from a record's weights to its slots
   size_t record_bytes;
   const uint32_t* frames;  // (n), and more up to `known`
   const float* grads;      // (n, dim), and more up to `known`
   int64_t n;
-  int64_t known;           // rows that may be prefetched, counted from the first
+  int64_t known;  // rows that may be prefetched, counted from the first
 };
 
 // The generator's keys of each round for a seed, computed once for many rows.
 struct RoundKeys {
   explicit RoundKeys(uint64_t seed);
-  uint64_t low[10];   // 32-bit numbers in 64-bit lanes
+  uint64_t low[10];  // 32-bit numbers in 64-bit lanes
   uint64_t high[10];
 };
 
@@ -97,9 +97,9 @@ struct RoundingKey {
 
 // A record of which a field is stored in 16 bits. Fields: the weights, then the optimizer's slots.
 struct NarrowRecord {
-  DType dtype;            // of the weights
-  DType state_dtype;      // of every slot
-  uint32_t offsets[3];    // of each field in the record, in bytes
+  DType dtype;          // of the weights
+  DType state_dtype;    // of every slot
+  uint32_t offsets[3];  // of each field in the record, in bytes
 };
 
 struct Kernels {

@@ -19,7 +19,8 @@ void stream_copy(std::byte* to, const std::byte* from, size_t bytes) {
   for (; at + kLine <= bytes; at += kLine) {
     const auto* const in = reinterpret_cast<const __m128i*>(from + at);
     auto* const out = reinterpret_cast<__m128i*>(to + at);
-    const __m128i parts[4] = {_mm_loadu_si128(in), _mm_loadu_si128(in + 1), _mm_loadu_si128(in + 2), _mm_loadu_si128(in + 3)};
+    const __m128i parts[4] = {_mm_loadu_si128(in), _mm_loadu_si128(in + 1), _mm_loadu_si128(in + 2),
+                              _mm_loadu_si128(in + 3)};
     for (int i = 0; i < 4; ++i) _mm_stream_si128(out + i, parts[i]);
   }
   std::memcpy(to + at, from + at, bytes - at);

@@ -112,9 +112,8 @@ size_t ChunkBuffers::spare() {
 bool ChunkBuffers::is_written(uint64_t epoch) {
   const auto any_is = [&](Chunk::State state) {
     const MutexLock guard(mutex_);
-    return std::any_of(chunks_.begin(), chunks_.end(), [&](const auto& chunk) {
-      return chunk->state == state && chunk->epoch <= epoch;
-    });
+    return std::any_of(chunks_.begin(), chunks_.end(),
+                       [&](const auto& chunk) { return chunk->state == state && chunk->epoch <= epoch; });
   };
   if (any_is(Chunk::State::kWriting)) return false;
   if (any_is(Chunk::State::kFailed)) retry_failed();

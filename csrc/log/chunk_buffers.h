@@ -1,5 +1,5 @@
-// The buffers of chunks that are filled, and their writes on other threads. A buffer whose write failed keeps its bytes:
-// the next call that needs a buffer, or the commit, tries the write again and reports the error.
+// The buffers of chunks that are filled, and their writes on other threads. A buffer whose write failed keeps its
+// bytes: the next call that needs a buffer, or the commit, tries the write again and reports the error.
 #pragma once
 
 #include <condition_variable>
@@ -24,7 +24,7 @@ struct Chunk {
   uint64_t begin = 0;
   uint64_t first_slot = 0;
   uint64_t epoch = 0;
-  size_t capacity = 0;  // records
+  size_t capacity = 0;                                                        // records
   enum class State { kFree, kOpen, kWriting, kFailed } state = State::kFree;  // guarded by the mutex of its buffers
   uint64_t end = 0;
   std::exception_ptr error;  // guarded too
@@ -38,8 +38,8 @@ class ChunkBuffers {
   void reset(size_t most);
 
   const std::vector<std::unique_ptr<Chunk>>& all() const { return chunks_; }
-  // A free buffer. Waits for a write when there is none. The buffer stays free until open(): a failure before that leaves
-  // nothing to undo.
+  // A free buffer. Waits for a write when there is none. The buffer stays free until open(): a failure before that
+  // leaves nothing to undo.
   Chunk* find_free();
   void open(Chunk* chunk);
   // Frees an open buffer.

@@ -57,7 +57,8 @@ uint64_t Log::append_ending(int64_t id, const std::byte* payload) {
 
 void Log::require_ending(size_t records) const {
   if (is_ending_ && ending_versions_end_ - ending_.next_version >= records) return;
-  throw Error(ErrorKind::kBroken, "in " + layout_.directory + ": more records for a commit than were dirty when it began");
+  throw Error(ErrorKind::kBroken,
+              "in " + layout_.directory + ": more records for a commit than were dirty when it began");
 }
 
 size_t Log::append_ending(const Source* sources, size_t n, uint64_t* positions) {

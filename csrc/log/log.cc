@@ -92,7 +92,8 @@ void Log::set_memory(const LogMemory& memory) {
 
 size_t Log::chunk_capacity(uint64_t begin) const {
   const uint64_t first_slot = (begin + layout_.stride - 1) / layout_.stride;
-  const uint64_t limit = std::min<uint64_t>(begin + memory_.chunk_bytes, round_down(layout_.slots_per_segment * layout_.stride, kBlockBytes));
+  const uint64_t limit = std::min<uint64_t>(begin + memory_.chunk_bytes,
+                                            round_down(layout_.slots_per_segment * layout_.stride, kBlockBytes));
   const uint64_t overhead = first_slot * layout_.stride + kChunkTrailerBytes + 8;
   if (limit < overhead + layout_.stride + 16) return 0;
   return (limit - overhead) / (layout_.stride + 16);
@@ -131,7 +132,8 @@ void Log::open_segment(Stream* stream) {
 
 void Log::open_chunk(Stream* stream) {
   if (room_ && room_() < memory_.chunk_bytes + kSegmentHeaderBytes) {
-    throw Error(ErrorKind::kSystem, "the disk= limit of the table at " + layout_.directory + " is reached", ENOSPC, layout_.directory);
+    throw Error(ErrorKind::kSystem, "the disk= limit of the table at " + layout_.directory + " is reached", ENOSPC,
+                layout_.directory);
   }
   Chunk* const chunk = buffers_.find_free();
   const size_t enough = std::max<size_t>(1, chunk_capacity(kSegmentHeaderBytes) / 8);
@@ -172,7 +174,8 @@ Chunk& Log::chunk_for(Stream* stream) {
 uint64_t Log::checked_position(const Chunk& chunk, uint64_t slot) const {
   const uint64_t place = position(chunk.segment->id, slot);
   if (place > kMaxPosition) {
-    throw Error(ErrorKind::kInvalid, "the log is full: record number " + std::to_string(place) + " needs more than 40 bits");
+    throw Error(ErrorKind::kInvalid,
+                "the log is full: record number " + std::to_string(place) + " needs more than 40 bits");
   }
   return place;
 }
@@ -292,7 +295,8 @@ void Log::close_chunk(Stream* stream, const uint64_t* counts) {
   std::memcpy(index + n * 8, chunk.versions.data(), n * 8);
   if (counts != nullptr) std::memcpy(index + n * 16, counts, n * 8);
   trailer.index_crc = kernels().crc32c(0, index, trailer.index_bytes());
-  encode_chunk_trailer(trailer, layout_.uuid, chunk.segment->id, base + (trailer.end - chunk.begin - kChunkTrailerBytes));
+  encode_chunk_trailer(trailer, layout_.uuid, chunk.segment->id,
+                       base + (trailer.end - chunk.begin - kChunkTrailerBytes));
   chunk.end = trailer.end;
   chunk.segment->bytes = trailer.end;
   chunk.segment->chunks.push_back(trailer);
@@ -330,7 +334,7 @@ void Log::abandon() {
     if (segment->file.use_count() == 1) continue;
     try {
       segment->file->keep_open();  // for reads under way: the name may be removed from now on
-    } catch (const Error&) {  // those reads fail too and report it
+    } catch (const Error&) {       // those reads fail too and report it
     }
   }
   segments_.clear();

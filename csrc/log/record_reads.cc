@@ -18,8 +18,7 @@ using vfs::round_up;
 void RecordReads::resize(size_t slice_bytes, size_t num_slices) {
   lane_.resize(slice_bytes, num_slices);
   // Staging always has more to read. It leaves a quarter of the threads to calls that wait for their reads.
-  staging_lane_.resize(slice_bytes, num_slices,
-                       std::max<size_t>(1, std::min(num_slices, kIoThreads) * 3 / 4));
+  staging_lane_.resize(slice_bytes, num_slices, std::max<size_t>(1, std::min(num_slices, kIoThreads) * 3 / 4));
 }
 
 ReadPlan RecordReads::plan(std::vector<ReadRequest> requests) {
@@ -81,7 +80,7 @@ void RecordReads::read_alone(const ReadPlan& plan, size_t index, size_t read_byt
 }
 
 void RecordReads::execute(const ReadPlan& plan, size_t read_bytes, vfs::ReadLane* lane,
-                  const std::function<void()>& meanwhile) const {
+                          const std::function<void()>& meanwhile) const {
   // Hands out the extents; none after the first failure.
   class Source final : public vfs::ReadSource {
    public:

@@ -1,7 +1,7 @@
-// Reads of many records at once, in the order of their positions, each verified. Reads are planned by cost: neighbouring
-// records share a read where the bytes between them take less of the device's time than one more read. Where a batch
-// wants many records of a segment, its reads so become a sweep over the segment. Each call requires the table's lock
-// unless its comment says otherwise.
+// Reads of many records at once, in the order of their positions, each verified. Reads are planned by cost:
+// neighbouring records share a read where the bytes between them take less of the device's time than one more read.
+// Where a batch wants many records of a segment, its reads so become a sweep over the segment. Each call requires the
+// table's lock unless its comment says otherwise.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@ struct ReadPlan {
     uint32_t bytes;
     uint32_t first;  // of the requests
     uint32_t count;
-    bool is_sweep;   // begins where the extent before it ends
+    bool is_sweep;  // begins where the extent before it ends
   };
   std::vector<ReadRequest> requests;  // by position
   std::vector<Extent> extents;
@@ -63,8 +63,8 @@ class RecordReads {
                const std::function<void()>& meanwhile) const;
   // Verifies the records of an extent that was read and copies their payloads. Any thread.
   void deliver(const ReadPlan& plan, size_t extent, const std::byte* data, size_t read_bytes) const;
-  // The same for an extent whose read failed: reads its records one by one, because the error may be in the bytes between
-  // them. Throws the error of the first record that cannot be read.
+  // The same for an extent whose read failed: reads its records one by one, because the error may be in the bytes
+  // between them. Throws the error of the first record that cannot be read.
   void read_alone(const ReadPlan& plan, size_t extent, size_t read_bytes) const;
   void count(const ReadPlan& plan, double waited_s);
   vfs::ReadLane* staging_lane() { return &staging_lane_; }

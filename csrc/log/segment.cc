@@ -8,8 +8,8 @@ namespace bunkbed {
 
 void LogLayout::verify(int64_t id, const std::byte* record, const vfs::File& file, uint64_t slot) const {
   if (record_crc(crc_seed, id, record, payload_bytes) == get_record_crc(record + payload_bytes)) return;
-  throw Error(ErrorKind::kCorruption, "segment " + file.path() + ": record " + std::to_string(slot) +
-                                          " of id " + std::to_string(id) +
+  throw Error(ErrorKind::kCorruption, "segment " + file.path() + ": record " + std::to_string(slot) + " of id " +
+                                          std::to_string(id) +
                                           " fails its checksum; the table's other rows can be read");
 }
 

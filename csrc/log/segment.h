@@ -26,24 +26,24 @@ struct Span {
 struct Segment {
   uint64_t id = 0;
   uint64_t epoch = 0;
-  uint64_t bytes = 0;        // end of the last complete chunk handed to a writer
-  uint64_t records = 0;      // data records ever appended
-  uint64_t live = 0;         // records that are the newest of their row
-  uint64_t tombstones = 0;   // ids deleted here; the segment stays while it has any
-  uint64_t counts = 0;       // counts of ids here, newest ones or not; the segment stays while it has any
+  uint64_t bytes = 0;             // end of the last complete chunk handed to a writer
+  uint64_t records = 0;           // data records ever appended
+  uint64_t live = 0;              // records that are the newest of their row
+  uint64_t tombstones = 0;        // ids deleted here; the segment stays while it has any
+  uint64_t counts = 0;            // counts of ids here, newest ones or not; the segment stays while it has any
   uint64_t oldest_tombstone = 0;  // a lower bound of their versions
   bool is_sealed = true;
-  bool needs_sync = false;   // has writes that no fdatasync covered
-  bool is_new = false;       // its directory entry is not known to be durable
-  bool is_ending = false;    // of the epoch being committed: the manifest will name it even without live records
+  bool needs_sync = false;  // has writes that no fdatasync covered
+  bool is_new = false;      // its directory entry is not known to be durable
+  bool is_ending = false;   // of the epoch being committed: the manifest will name it even without live records
   std::vector<ChunkTrailer> chunks;  // first to last, once known; 80 bytes for each chunk
   std::shared_ptr<vfs::CachedFile> file;
   uint64_t others() const { return tombstones + counts; }  // what it has without a record
 };
 
 struct LogStats {
-  uint64_t reads = 0;          // reads issued (neighbouring records share one)
-  uint64_t read_bytes = 0;     // of those reads
+  uint64_t reads = 0;       // reads issued (neighbouring records share one)
+  uint64_t read_bytes = 0;  // of those reads
   // The records read alone, with neighbours, and by a read that goes on where the one before it ends
   uint64_t single_records = 0, merged_records = 0, swept_records = 0;
   uint64_t read_records() const { return single_records + merged_records + swept_records; }

@@ -21,7 +21,8 @@ uint64_t SegmentReader::fetch_span(const Segment& segment, uint64_t begin, size_
   const uint64_t to = std::min<uint64_t>(round_up(begin + bytes, kBlockBytes), segment.bytes);
   if (span->segment == segment.id && span->begin <= from && to <= span->end) return 0;
   if (to <= from) {
-    throw Error(ErrorKind::kCorruption, "segment " + segment.file->path() + " ends before byte " + std::to_string(begin));
+    throw Error(ErrorKind::kCorruption,
+                "segment " + segment.file->path() + " ends before byte " + std::to_string(begin));
   }
   span->segment = 0;
   if (span->memory.size() < to - from) span->memory = vfs::Buffer(to - from);
@@ -76,14 +77,16 @@ void SegmentReader::read_index(Segment& segment, const ChunkTrailer& chunk, Span
     counts->resize(chunk.kind == ChunkKind::kCount ? chunk.count : 0);
     if (!counts->empty()) std::memcpy(counts->data(), bytes + chunk.count * size_t{16}, counts->size() * 8);
   }
-  const auto stray = std::find_if(ids->begin(), ids->end(), [this](int64_t id) { return static_cast<uint64_t>(id) >= ids_end_; });
+  const auto stray =
+      std::find_if(ids->begin(), ids->end(), [this](int64_t id) { return static_cast<uint64_t>(id) >= ids_end_; });
   if (stray == ids->end()) return;
-  throw Error(ErrorKind::kCorruption, "segment " + segment.file->path() + ": the chunk at byte " + std::to_string(chunk.begin) +
-                                          " holds id " + std::to_string(*stray) + ", which this table cannot have");
+  throw Error(ErrorKind::kCorruption, "segment " + segment.file->path() + ": the chunk at byte " +
+                                          std::to_string(chunk.begin) + " holds id " + std::to_string(*stray) +
+                                          ", which this table cannot have");
 }
 
 const std::byte* SegmentReader::read_records(Segment& segment, const ChunkTrailer& chunk, size_t from, size_t n,
-                                   const int64_t* ids, Span* span) {
+                                             const int64_t* ids, Span* span) {
   const uint64_t slot = chunk.first_slot + from;
   read_span(segment, slot * layout_.stride, n * layout_.stride, span);
   const std::byte* bytes = span->memory.data() + (slot * layout_.stride - span->begin);

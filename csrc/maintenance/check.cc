@@ -48,9 +48,9 @@ class SegmentCheck {
     }
     at(segment_->bytes - done);
     if (damaged_records_ > kMaxRecordProblems) {
-      report("record", -1, "segment " + segment_->file->path() + ": " +
-                               std::to_string(damaged_records_ - kMaxRecordProblems) +
-                               " more records fail their checksums");
+      report("record", -1,
+             "segment " + segment_->file->path() + ": " + std::to_string(damaged_records_ - kMaxRecordProblems) +
+                 " more records fail their checksums");
     }
   }
 
@@ -231,14 +231,20 @@ class TableCheck {
       const std::string commit = "commit " + std::to_string(epoch);
       if (manifest.uuid != newest.uuid || manifest.payload_bytes != newest.payload_bytes ||
           manifest.slots_per_segment != newest.slots_per_segment) {
-        report({"foreign", manifest_name(epoch), -1,
-                commit + " belongs to another table than commit " + std::to_string(newest.epoch), {epoch}});
+        report({"foreign",
+                manifest_name(epoch),
+                -1,
+                commit + " belongs to another table than commit " + std::to_string(newest.epoch),
+                {epoch}});
         entry = loaded_.erase(entry);
         continue;
       }
       if (manifest.fields != record_fields(manifest.dim, manifest.dtype(), manifest.optimizer) ||
           manifest.payload_bytes != payload_of(manifest)) {
-        report({"fields", manifest_name(epoch), -1, commit + ": its record holds fields this release does not know",
+        report({"fields",
+                manifest_name(epoch),
+                -1,
+                commit + ": its record holds fields this release does not know",
                 {epoch}});
       }
       ++entry;
@@ -271,7 +277,9 @@ class TableCheck {
     std::vector<const Wanted*> segments;
     for (const auto& [number, wanted] : wanted_) segments.push_back(&wanted);
     std::vector<Found> found(segments.size());
-    const auto verify = [&](size_t i, const std::function<void(uint64_t)>& at) { found[i] = verify_segment(*segments[i], at); };
+    const auto verify = [&](size_t i, const std::function<void(uint64_t)>& at) {
+      found[i] = verify_segment(*segments[i], at);
+    };
     const auto take = [&](size_t i) {
       for (Problem& problem : found[i].problems) report(std::move(problem));
       found[i].problems.clear();
@@ -320,10 +328,13 @@ class TableCheck {
       found.cannot_open = error.what();
     }
     if (found.cannot_open.empty()) {
-      check_segment(&log, log.find_segment(wanted.entry.segment), wanted.epochs, &found.problems, [&](uint64_t bytes) {
-        done += bytes;
-        at(bytes);
-      }, place_);
+      check_segment(
+          &log, log.find_segment(wanted.entry.segment), wanted.epochs, &found.problems,
+          [&](uint64_t bytes) {
+            done += bytes;
+            at(bytes);
+          },
+          place_);
     }
     at(wanted.entry.bytes - std::min(done, wanted.entry.bytes));
     return found;
@@ -367,15 +378,20 @@ class TableCheck {
         const auto [rows, counted] = bunkbed::count_rows(&log, manifest.num_rows, manifest.next_version, ram_bytes_,
                                                          {.since = manifest.counts_since}, [this] { advance(0); });
         if (counted != manifest.counted_ids) {
-          report({"rows", manifest_name(epoch), -1,
+          report({"rows",
+                  manifest_name(epoch),
+                  -1,
                   "commit " + std::to_string(epoch) + ": its segments hold counts of " + std::to_string(counted) +
                       " ids that are not stored, the manifest says " + std::to_string(manifest.counted_ids),
                   {epoch}});
         }
         if (rows != manifest.stored_rows) {
-          report({"rows", manifest_name(epoch), -1,
+          report({"rows",
+                  manifest_name(epoch),
+                  -1,
                   "commit " + std::to_string(epoch) + ": its segments hold " + std::to_string(rows) +
-                      " rows, it names " + std::to_string(manifest.stored_rows), {epoch}});
+                      " rows, it names " + std::to_string(manifest.stored_rows),
+                  {epoch}});
         }
       } catch (const Error& error) {
         if (is_gone(epoch)) continue;

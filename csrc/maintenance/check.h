@@ -19,9 +19,9 @@ namespace bunkbed {
 struct Problem {
   // manifest, foreign, fields, segment, chunk, record, padding, directory, rows, stranger, misplaced
   std::string kind;
-  std::string file;      // its name in the table's directory; empty: no single one
-  int64_t offset = -1;   // byte in it; -1: all of it
-  std::string what;      // a description
+  std::string file;              // its name in the table's directory; empty: no single one
+  int64_t offset = -1;           // byte in it; -1: all of it
+  std::string what;              // a description
   std::vector<uint64_t> epochs;  // of the commits that cannot be read in full because of it
 };
 
@@ -38,7 +38,7 @@ struct CheckedTable {
   std::vector<Problem> problems;
   std::vector<Leftover> leftovers;
   bool belongs_to_run = false;
-  uint64_t bytes = 0;            // read, of segments
+  uint64_t bytes = 0;  // read, of segments
 };
 
 // Called with (bytes done, bytes in all). An exception that it throws ends the check.

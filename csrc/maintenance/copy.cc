@@ -67,7 +67,8 @@ class Copy {
                     : options_.snapshot.empty() ? source_.load_newest()
                                                 : source_.load_snapshot(options_.snapshot);
         if ((manifest_.reader_flags & kReaderFlagScratch) != 0) {
-          throw Error(ErrorKind::kInvalid, "table " + from_ + " is a scratch table, of which nothing is kept: there is nothing to copy");
+          throw Error(ErrorKind::kInvalid,
+                      "table " + from_ + " is a scratch table, of which nothing is kept: there is nothing to copy");
         }
         log_ = make_log(from_);
         log_->adopt(manifest_.segments);
@@ -94,9 +95,9 @@ class Copy {
       for (const std::string& name : vfs_.list(to_)) {
         uint64_t number;
         is_table |= parse_name(name, "manifest-", &number);
-        const bool is_ours = name == kLockName || name.starts_with(kCursorPrefix) || name.rfind(kTemporaryPrefix, 0) == 0 ||
-                             parse_name(name, "segment-", &number) || parse_name(name, "manifest-", &number) ||
-                             parse_name(name, "directory-", &number);
+        const bool is_ours = name == kLockName || name.starts_with(kCursorPrefix) ||
+                             name.rfind(kTemporaryPrefix, 0) == 0 || parse_name(name, "segment-", &number) ||
+                             parse_name(name, "manifest-", &number) || parse_name(name, "directory-", &number);
         if (!is_ours) refuse(ErrorKind::kExists, "it holds " + name + ", which is none of a table's");
       }
     } else {
@@ -153,8 +154,9 @@ class Copy {
       const auto found = present_.find(entry.segment);
       if (found == present_.end()) continue;
       if (found->second.epoch != entry.epoch || found->second.bytes != entry.bytes || !looks_the_same(entry)) {
-        refuse(ErrorKind::kInvalid, "its " + segment_name(entry.segment) +
-                                        " is not the source's, so it is a copy of another history; copy to another folder");
+        refuse(ErrorKind::kInvalid,
+               "its " + segment_name(entry.segment) +
+                   " is not the source's, so it is a copy of another history; copy to another folder");
       }
     }
     if (is_there_) {

@@ -36,8 +36,9 @@ class Repair {
 
   RepairedTable run() {
     if (result_.table.belongs_to_run && !options_.through_run) {
-      throw Error(ErrorKind::kReadOnly, "table " + path_ + " belongs to a run, whose tables are repaired together; give "
-                                                           "the run's folder");
+      throw Error(ErrorKind::kReadOnly, "table " + path_ +
+                                            " belongs to a run, whose tables are repaired together; give "
+                                            "the run's folder");
     }
     if (options_.fall_back_to.has_value()) fall_back(*options_.fall_back_to);
     void_checkpoints();
@@ -62,8 +63,9 @@ class Repair {
         continue;
       }
       write_void_checkpoint(vfs_, path_, loaded_.at(problem.epochs.front()).uuid, number);
-      result_.done.push_back("emptied " + problem.file + ", which was damaged; the next opening builds the directory from "
-                                                         "the segments");
+      result_.done.push_back("emptied " + problem.file +
+                             ", which was damaged; the next opening builds the directory from "
+                             "the segments");
     }
     result_.table.problems = std::move(others);
   }
@@ -71,22 +73,21 @@ class Repair {
   void fall_back(uint64_t epoch) {
     CheckedTable& table = result_.table;
     if (!is_sound(epoch)) {
-      throw Error(ErrorKind::kInvalid, "table " + path_ + ": commit " + std::to_string(epoch) +
-                                           (std::count(table.epochs.begin(), table.epochs.end(), epoch) != 0
-                                                ? " is damaged itself"
-                                                : " is not there") +
-                                           "; " +
-                                           (table.sound.empty() ? "no commit is sound"
-                                                                : "sound ones: " + join(table.sound)) +
-                                           "; nothing was changed");
+      throw Error(ErrorKind::kInvalid,
+                  "table " + path_ + ": commit " + std::to_string(epoch) +
+                      (std::count(table.epochs.begin(), table.epochs.end(), epoch) != 0 ? " is damaged itself"
+                                                                                        : " is not there") +
+                      "; " + (table.sound.empty() ? "no commit is sound" : "sound ones: " + join(table.sound)) +
+                      "; nothing was changed");
     }
     const uint64_t newest = table.epochs.back();
     if (epoch == newest) return;
     if (is_sound(newest) && !options_.through_run) {
-      throw Error(ErrorKind::kInvalid, "table " + path_ + ": commit " + std::to_string(newest) +
-                                           ", the newest, is sound, so there is nothing to fall back from; to go back all "
-                                           "the same, open the table and call rewind(" +
-                                           std::to_string(epoch) + "); nothing was changed");
+      throw Error(ErrorKind::kInvalid,
+                  "table " + path_ + ": commit " + std::to_string(newest) +
+                      ", the newest, is sound, so there is nothing to fall back from; to go back all "
+                      "the same, open the table and call rewind(" +
+                      std::to_string(epoch) + "); nothing was changed");
     }
     Manifest manifest = loaded_.at(epoch);
     manifest.parent_epoch = epoch;
@@ -175,9 +176,7 @@ class Repair {
   // Drops the problems of removed commits, and of files that only those named.
   void forget_problems() {
     CheckedTable& table = result_.table;
-    const auto is_removed = [this](uint64_t epoch) {
-      return std::count(removed_.begin(), removed_.end(), epoch) != 0;
-    };
+    const auto is_removed = [this](uint64_t epoch) { return std::count(removed_.begin(), removed_.end(), epoch) != 0; };
     std::vector<Problem> remaining;
     for (Problem& problem : table.problems) {
       const bool had_some = !problem.epochs.empty();

@@ -25,15 +25,15 @@ namespace bunkbed {
 
 struct RepairOptions {
   std::optional<uint64_t> fall_back_to;
-  bool through_run = false;     // the table's run calls
-  std::set<uint64_t> pinned;    // commits that the run's manifests name
+  bool through_run = false;   // the table's run calls
+  std::set<uint64_t> pinned;  // commits that the run's manifests name
   size_t ram_bytes = 256u << 20;
-  ShardPlace place;             // of a shard
+  ShardPlace place;  // of a shard
 };
 
 struct RepairedTable {
-  CheckedTable table;              // after the repair, with the remaining problems
-  std::vector<std::string> done;   // one line each; empty: nothing was changed
+  CheckedTable table;             // after the repair, with the remaining problems
+  std::vector<std::string> done;  // one line each; empty: nothing was changed
 };
 
 // Error(kLocked) while a writer has the table open, Error(kInvalid) when the commit to go back to is not sound; then

@@ -11,8 +11,9 @@ namespace bunkbed {
 
 namespace {
 
-// Floats that are worth a thread: about 150 us of a step. With a quarter of it, a step of 26 tables, 256 ids of 16 floats
-// each, took 1.13 ms on two threads and .91 ms on one: threads sleep between its calls, and waking one takes longer.
+// Floats that are worth a thread: about 150 us of a step. With a quarter of it, a step of 26 tables, 256 ids of 16
+// floats each, took 1.13 ms on two threads and .91 ms on one: threads sleep between its calls, and waking one takes
+// longer.
 constexpr size_t kGrainFloats = size_t{1} << 17;
 
 size_t floats_of(const LookupPart& part) { return part.n * part.table->spec().dim; }

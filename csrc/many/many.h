@@ -2,7 +2,8 @@
 //
 //   1. Checks the arguments and the state of every table. An error is that of the first bad part, in the order of the
 //      parts, and nothing has changed.
-//   2. Runs the parts, each as a call of its own with the lock of its table. No thread holds two of these locks. The bits
+//   2. Runs the parts, each as a call of its own with the lock of its table. No thread holds two of these locks. The
+//   bits
 //      are those of single calls in the order of the parts: parts of one table keep their order.
 //
 // Another thread may change a table between the two steps. A part that fails in step 2 changes its table as a single

@@ -25,8 +25,7 @@ double sum_in_order(const std::vector<float>& parts) {
 
 }  // namespace
 
-double bpr_slopes(size_t rows, size_t columns, float hardness, const float* weights, float* positive,
-                  float* negative) {
+double bpr_slopes(size_t rows, size_t columns, float hardness, const float* weights, float* positive, float* negative) {
   std::vector<float> losses(rows);
   parallel_for(rows, std::max<size_t>(1, kGrainScores / std::max<size_t>(1, columns)), [&](size_t begin, size_t end) {
     const DefaultFloatMode mode;

@@ -30,8 +30,8 @@ struct BestScores {
 };
 
 // Sets the scores at `hidden` (places row * stride + column) to -inf, then adds to counts[f] the number of scores of
-// its row that are at least floors[f]. Changes nothing and throws Error(kInvalid) for a place or start outside its range.
-// One thread; blocks of other users may run at the same time, also with the same floors and counts.
+// its row that are at least floors[f]. Changes nothing and throws Error(kInvalid) for a place or start outside its
+// range. One thread; blocks of other users may run at the same time, also with the same floors and counts.
 void count_reaching(const ScoreBlock& block, size_t num_hidden, const int64_t* hidden, const RowFloors& floors,
                     int64_t* counts);
 

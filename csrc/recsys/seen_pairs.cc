@@ -70,7 +70,8 @@ void SeenPairs::make_lists() {
   owners_.resize(keys_.size());
   BlockVector<int64_t> next(item_starts_.begin(), item_starts_.end());
   for (const int64_t key : keys_) {
-    owners_[static_cast<size_t>(next[static_cast<size_t>(key % num_items_)]++)] = static_cast<int32_t>(key / num_items_);
+    owners_[static_cast<size_t>(next[static_cast<size_t>(key % num_items_)]++)] =
+        static_cast<int32_t>(key / num_items_);
   }
   columns_.assign(static_cast<size_t>(num_items_), -1);
   rows_.assign(num_users, -1);
@@ -138,7 +139,8 @@ size_t SeenPairs::clashes(size_t num_users, const int64_t* users, size_t num_ite
       }
     }
     for (size_t b = 0; b < num_users; ++b) ends_[b + 1] += ends_[b];
-    for (const Place& place : found_) places[ends_[static_cast<size_t>(place.row)]++] = place.row * width + place.column;
+    for (const Place& place : found_)
+      places[ends_[static_cast<size_t>(place.row)]++] = place.row * width + place.column;
     for (size_t b = 0; b < num_users; ++b) {
       if (static_cast<size_t>(users[b]) < rows_.size()) rows_[static_cast<size_t>(users[b])] = -1;
     }

@@ -61,8 +61,8 @@ class SeenPairs {
     int32_t row;
     int32_t column;
   };
-  BlockVector<Place> found_;      // scratch: clashes in the order of items
-  BlockVector<size_t> ends_;      // scratch: where the clashes of each row are written
+  BlockVector<Place> found_;  // scratch: clashes in the order of items
+  BlockVector<size_t> ends_;  // scratch: where the clashes of each row are written
 };
 
 }  // namespace bunkbed

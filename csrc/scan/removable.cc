@@ -52,7 +52,8 @@ class FirstRemovals {
 Removable find_removable(Table& table, const Retention& retention, int64_t now, size_t most, bool only_expired,
                          const Removal& after) {
   if (!table.spec().retention.is_set()) {
-    throw Error(ErrorKind::kInvalid, "table '" + table.name() + "' has no rule by which rows go; make it with expire= or max_rows=");
+    throw Error(ErrorKind::kInvalid,
+                "table '" + table.name() + "' has no rule by which rows go; make it with expire= or max_rows=");
   }
   const size_t usage_offset = table.payload_bytes() - kUsageBytes;
   const Field& weight = table.fields()[0];

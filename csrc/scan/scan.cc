@@ -64,15 +64,15 @@ struct Scan::ReadAhead {
 Scan::Scan(Table* table, const std::vector<size_t>& fields)
     : parts_(*table->parts_), table_(parts_.state), owner_pid_(::getpid()) {
   for (const size_t field : fields) fields_.push_back(table_.field(field));
-  const auto guard = parts_.device.lock_written_back([this]()
-      NO_THREAD_SAFETY_ANALYSIS { return table_.lock.exclusive(); });
+  const auto guard =
+      parts_.device.lock_written_back([this]() NO_THREAD_SAFETY_ANALYSIS { return table_.lock.exclusive(); });
   table_.require_usable();
   changes_ = table_.changes;
   moves_ = table_.store->compactor().records_moved();
   // Whether frames have all wanted fields. A reader's frames have the weights alone.
   const size_t held = table_.store->frame_bytes();
-  is_in_frames_ = std::all_of(fields_.begin(), fields_.end(),
-                              [&](const Field& f) { return f.offset + field_bytes(f) <= held; });
+  is_in_frames_ =
+      std::all_of(fields_.begin(), fields_.end(), [&](const Field& f) { return f.offset + field_bytes(f) <= held; });
   Log* log = table_.store->log();
   if (log == nullptr) return;
   // The log now has every row's newest record and all frames are clean. So lookups during the scan append nothing:
@@ -170,9 +170,10 @@ size_t Scan::visit(size_t n, const Visit& visit) {
   // Compares moved records, not started compactions, because many calls start compaction, even one that fails. The scan
   // would return a moved record twice or never.
   if (store.compactor().records_moved() != moves_ && !fault_is("scan_misses_change")) {
-    throw Error(ErrorKind::kBroken, "table '" + table_.name +
-                                        "': compaction moved its records while it was scanned, which compact(), a commit "
-                                        "or an update next to the scan may ask for: finish the scan first, or scan again");
+    throw Error(ErrorKind::kBroken,
+                "table '" + table_.name +
+                    "': compaction moved its records while it was scanned, which compact(), a commit "
+                    "or an update next to the scan may ask for: finish the scan first, or scan again");
   }
   Cache& cache = store.cache();
   size_t found = 0;
@@ -213,14 +214,16 @@ size_t Scan::visit(size_t n, const Visit& visit) {
       take(*segment, chunk);
       log->reader().read_index(*segment, chunk, &span_, &ids_, &versions_);
     }
-    const size_t count = std::min({n - found, std::max<size_t>(1, buffer_bytes / log->stride()), ids_.size() - record_});
+    const size_t count =
+        std::min({n - found, std::max<size_t>(1, buffer_bytes / log->stride()), ids_.size() - record_});
     const std::byte* records = nullptr;
     entries_.resize(count);
     store.directory().locate(ids_.data() + record_, count, entries_.data());
     for (size_t i = record_; i < record_ + count; ++i) {
       const uint64_t place = log->position(segment->id, chunk.first_slot + i);
       const Entry entry = entries_[i - record_];
-      if (const size_t coming = i - record_ + kFramesAhead; is_in_frames_ && coming < count && is_frame(entries_[coming])) {
+      if (const size_t coming = i - record_ + kFramesAhead;
+          is_in_frames_ && coming < count && is_frame(entries_[coming])) {
         cache.prefetch_record(frame_of(entries_[coming]), store.frame_bytes());
       }
       if (is_frame(entry)) {
@@ -234,7 +237,8 @@ size_t Scan::visit(size_t n, const Visit& visit) {
       } else if (!is_position(entry) || position_of(entry) != place) {
         continue;
       }
-      if (records == nullptr) records = log->reader().read_records(*segment, chunk, record_, count, ids_.data(), &span_);
+      if (records == nullptr)
+        records = log->reader().read_records(*segment, chunk, record_, count, ids_.data(), &span_);
       visit(ids_[i], records + (i - record_) * log->stride());
       ++found;
     }

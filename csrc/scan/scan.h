@@ -34,8 +34,8 @@ class Scan {
   Scan& operator=(const Scan&) = delete;
   // Returns up to n rows; 0 at the end. values: for each field (n, its length). Takes the lock.
   size_t next(size_t n, int64_t* ids, std::span<float* const> values);
-  // Calls visit(id, record) for up to n rows, under the lock; returns their number, 0 at the end. A record has at least the
-  // bytes up to the end of the wanted fields.
+  // Calls visit(id, record) for up to n rows, under the lock; returns their number, 0 at the end. A record has at least
+  // the bytes up to the end of the wanted fields.
   using Visit = std::function<void(int64_t id, const std::byte* record)>;
   size_t visit(size_t n, const Visit& visit);
   uint64_t changes() const { return changes_; }  // of the table, as Table::changes() counts them
@@ -62,7 +62,7 @@ class Scan {
   std::vector<Entry> entries_;
   Span span_;
   std::deque<std::shared_ptr<ReadAhead>> ahead_;  // in the order of the scan
-  Span spare_;  // memory for the next read ahead
+  Span spare_;                                    // memory for the next read ahead
   const int owner_pid_;
   uint32_t frame_ = 0;
 };

@@ -34,7 +34,8 @@ DeviceLink::DeviceLink(TableState& table) : table_(table), cache_(no_device_cach
 
 void DeviceLink::attach(std::shared_ptr<Holder> cache, std::function<void()> write_back) {
   if (is_attached_) {
-    throw Error(ErrorKind::kInvalid, "table '" + table_.name + "' has a device cache already; a table has one at a time");
+    throw Error(ErrorKind::kInvalid,
+                "table '" + table_.name + "' has a device cache already; a table has one at a time");
   }
   is_attached_ = true;
   cache_ = std::move(cache);
@@ -61,7 +62,8 @@ TableLock::Guard DeviceLink::lock_written_back(const std::function<TableLock::Gu
     if (asked == kMostAsked) {
       throw Error(ErrorKind::kBroken, "table '" + table_.name + "': " + std::to_string(held) +
                                           " rows are still held by a device cache after it was asked " +
-                                          std::to_string(asked) + " times to write them back; end the steps that other threads take first");
+                                          std::to_string(asked) +
+                                          " times to write them back; end the steps that other threads take first");
     }
     const std::function<void()> write_back = write_back_;
     guard.unlock();
@@ -107,7 +109,8 @@ void DeviceLink::release_for_change(const int64_t* ids, size_t n) {
 void DeviceLink::require_disk(const int64_t* ids, size_t n) const {
   if (!is_attached_) return;
   if (const uint64_t stored = table_.store->disk().rows_beyond(ids, n, max_rows(), table_.max_rows())) {
-    throw table_.out_of_disk(std::to_string(stored) + " stored rows, those of its device cache included, are more than its limit of disk=" +
+    throw table_.out_of_disk(std::to_string(stored) +
+                                 " stored rows, those of its device cache included, are more than its limit of disk=" +
                                  std::to_string(table_.store->disk().limit()) + " bytes has room for",
                              table_.store->disk().needed(stored));
   }
@@ -128,8 +131,8 @@ void DeviceLink::require_directory(const int64_t* ids, size_t n) const {
                 "table '" + table_.name + "': with the " + std::to_string(max_rows()) + " rows of its device cache " +
                     std::to_string(stored) + " rows may be stored, whose directory of " + std::to_string(directory) +
                     " bytes is more than its RAM budget of " + std::to_string(plan.total_bytes) +
-                    " bytes allows; nothing was changed; open it with ram=" + std::to_string(table_.store->budget_for(directory)) +
-                    " or more, or make the device cache smaller");
+                    " bytes allows; nothing was changed; open it with ram=" +
+                    std::to_string(table_.store->budget_for(directory)) + " or more, or make the device cache smaller");
   }
 }
 

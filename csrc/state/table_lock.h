@@ -128,11 +128,11 @@ class CAPABILITY("table lock") TableLock {
 
   const std::string name_;
   const int owner_pid_;
-  std::mutex mutex_;  // guards all below except calls_waiting_, and the fields of the table
+  std::mutex mutex_;                      // guards all below except calls_waiting_, and the fields of the table
   std::atomic<size_t> calls_waiting_{0};  // for the mutex
   uint64_t calls_left_ = 0;
-  Turn* first_ = nullptr;          // queue of the waiting slices
-  Turn** last_ = &first_;          // end of the queue
+  Turn* first_ = nullptr;  // queue of the waiting slices
+  Turn** last_ = &first_;  // end of the queue
   struct Conditions {
     std::condition_variable turn;    // a slice may enter
     std::condition_variable rest;    // staging or compaction ended, or a call that waited for them continued

@@ -25,11 +25,11 @@ struct TableSpec {
 
 struct OpenOptions {
   bool writable = true;
-  size_t ram_bytes = 0;           // 0: without bound (a table in RAM only)
-  std::string snapshot;           // a kept name; then the table is read-only
-  std::optional<uint64_t> epoch;  // exactly this commit; a writer discards newer ones (bb.Run)
-  bool through_run = false;       // opened by the run it belongs to
-  uint64_t disk_bytes = 0;        // the most bytes that a writer's files may take; 0: no limit
+  size_t ram_bytes = 0;            // 0: without bound (a table in RAM only)
+  std::string snapshot;            // a kept name; then the table is read-only
+  std::optional<uint64_t> epoch;   // exactly this commit; a writer discards newer ones (bb.Run)
+  bool through_run = false;        // opened by the run it belongs to
+  uint64_t disk_bytes = 0;         // the most bytes that a writer's files may take; 0: no limit
   std::optional<size_t> read_gap;  // the most bytes between two records that share a read; the log has a default
 };
 
@@ -42,8 +42,8 @@ void check_record_size(uint32_t dim);
 // A segment has a 64th of the table within 1 MiB and 256 MiB, so that small tables are compacted, too. A table of
 // unknown size has segments of 64 MiB.
 uint64_t slots_per_segment(const TableSpec& spec, size_t payload_bytes);
-// Whether the whole directory is flat from the start: when it takes at most a quarter of the budget. `most_bytes`: those that
-// the plan leaves it.
+// Whether the whole directory is flat from the start: when it takes at most a quarter of the budget. `most_bytes`:
+// those that the plan leaves it.
 bool is_flat(const TableSpec& spec, size_t ram_bytes, size_t most_bytes);
 
 // The smallest budget with which so many rows can be stored, and a table with so many stored rows can be opened.
@@ -60,7 +60,7 @@ struct MemoryUse {
   size_t frame_bytes = 0;   // a record in RAM
   size_t frames = 0;
   size_t directory_bytes = 0;
-  size_t fixed_bytes = 0;   // buffers and scratch
+  size_t fixed_bytes = 0;  // buffers and scratch
   uint64_t most_segments = 0;
 };
 // For a writer. `ram_bytes`: 0 for no bound. `read_unit`: the alignment that reads of its files need.

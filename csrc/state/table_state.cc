@@ -32,7 +32,8 @@ size_t TableState::piece_ids() const {
 void TableState::require_usable() const {
   if (is_closed) throw Error(ErrorKind::kClosed, "table '" + name + "' is closed; open it again");
   if (!broken.empty()) {
-    throw Error(ErrorKind::kBroken, "table '" + name + "' refuses use until it is reopened at its last commit: " + broken);
+    throw Error(ErrorKind::kBroken,
+                "table '" + name + "' refuses use until it is reopened at its last commit: " + broken);
   }
 }
 
@@ -48,8 +49,8 @@ void TableState::require_writable() const {
 
 void TableState::require_durable(const char* what) const {
   if (!spec.is_scratch) return;
-  throw Error(ErrorKind::kInvalid, "table '" + name + "' is a scratch table, of which nothing is kept: it has no " + what +
-                                       "; make it with durability=\"durable\"");
+  throw Error(ErrorKind::kInvalid, "table '" + name + "' is a scratch table, of which nothing is kept: it has no " +
+                                       what + "; make it with durability=\"durable\"");
 }
 
 namespace {
@@ -89,11 +90,13 @@ void TableState::check_batch(const Batch& batch) const {
   const uint64_t end = ids_end();
   if (batch.checked_end() == end || are_within(batch.unique().data(), batch.num_unique(), end)) return;
   for (size_t u = 0; u < batch.num_unique(); ++u) {
-    if (static_cast<uint64_t>(batch.unique()[u]) >= end) refuse_id(batch.unique()[u], batch.order()[batch.offsets()[u]]);
+    if (static_cast<uint64_t>(batch.unique()[u]) >= end)
+      refuse_id(batch.unique()[u], batch.order()[batch.offsets()[u]]);
   }
 }
 
-void TableState::check_finite(const int64_t* ids, size_t n, const float* values, size_t length, const char* what) const {
+void TableState::check_finite(const int64_t* ids, size_t n, const float* values, size_t length,
+                              const char* what) const {
   if (kernels().all_finite(static_cast<int64_t>(n * length), values)) return;
   for (size_t i = 0; i < n * length; ++i) {
     if (std::isfinite(values[i])) continue;
@@ -123,8 +126,8 @@ void TableState::check_fits(const int64_t* ids, size_t n, const float* values, c
 
 void TableState::require_places(size_t n) const {
   if (n <= ~uint32_t{0}) return;
-  throw Error(ErrorKind::kInvalid, "table '" + name + "': one call takes at most 2**32 - 1 ids, got " +
-                                       std::to_string(n) + "; split it");
+  throw Error(ErrorKind::kInvalid,
+              "table '" + name + "': one call takes at most 2**32 - 1 ids, got " + std::to_string(n) + "; split it");
 }
 
 void TableState::assign_part(Batch* batch, const int64_t* ids, size_t n, size_t part, size_t parts) {
@@ -137,7 +140,8 @@ void TableState::assign_part(Batch* batch, const int64_t* ids, size_t n, size_t 
 }
 
 Error TableState::out_of_disk(const std::string& what, uint64_t needed) const {
-  return Error(ErrorKind::kSystem, "table '" + name + "': " + what + "; disk=" + std::to_string(needed) + " would do", ENOSPC, path);
+  return Error(ErrorKind::kSystem, "table '" + name + "': " + what + "; disk=" + std::to_string(needed) + " would do",
+               ENOSPC, path);
 }
 
 void TableState::initial_record(int64_t row, size_t record_bytes, std::byte* record) const {

@@ -42,12 +42,14 @@ struct TableState {
   size_t payload_bytes = 0;
   size_t weight_bytes = 0;
   size_t usage_offset() const { return payload_bytes - kUsageBytes; }
-  // The field with this number. The one after the last is the usage, whose bytes are moved as floats by those who copy rows.
+  // The field with this number. The one after the last is the usage, whose bytes are moved as floats by those who copy
+  // rows.
   Field field(size_t number) const {
     if (number < fields.size() || !has_usage) return fields.at(number);
-    return {"usage", static_cast<uint8_t>(DType::kFloat32), kUsageBytes / sizeof(float), static_cast<uint32_t>(usage_offset())};
+    return {"usage", static_cast<uint8_t>(DType::kFloat32), kUsageBytes / sizeof(float),
+            static_cast<uint32_t>(usage_offset())};
   }
-  Manifests manifests;  // has a lock of its own; changes of the commits run one at a time
+  Manifests manifests;   // has a lock of its own; changes of the commits run one at a time
   size_t read_unit = 1;  // the alignment that reads of the files need
 
   mutable TableLock lock;
@@ -58,11 +60,11 @@ struct TableState {
   int64_t step GUARDED_BY(lock) = 0;
   int64_t event_clock GUARDED_BY(lock) = 0;  // AgeClock::kEvent: what the caller last set
   std::string meta GUARDED_BY(lock) = "{}";
-  std::atomic<bool> is_closed{false};  // readable without the lock
-  bool is_changed GUARDED_BY(lock) = false;         // updated or set since the last commit began
-  bool is_compacted GUARDED_BY(lock) = false;       // by a call; the next commit frees files, and is made for that alone
-  bool is_durable GUARDED_BY(lock) = true;          // whether the last commit that began is durable
-  uint64_t changes GUARDED_BY(lock) = 0;            // counts updates, sets and reloads; a scan fails when it changes
+  std::atomic<bool> is_closed{false};          // readable without the lock
+  bool is_changed GUARDED_BY(lock) = false;    // updated or set since the last commit began
+  bool is_compacted GUARDED_BY(lock) = false;  // by a call; the next commit frees files, and is made for that alone
+  bool is_durable GUARDED_BY(lock) = true;     // whether the last commit that began is durable
+  uint64_t changes GUARDED_BY(lock) = 0;       // counts updates, sets and reloads; a scan fails when it changes
   // The reason why the table refuses use until it is reopened; empty: none
   std::string broken GUARDED_BY(lock);
   // The reason why it refuses writes until it is reopened; empty: none
@@ -107,7 +109,8 @@ struct TableState {
     manifest->clock = event_clock;
   }
   bool is_definition_committed() const REQUIRES(lock) {
-    return spec.optimizer == committed.optimizer && spec.retention == committed.retention && event_clock == committed.clock;
+    return spec.optimizer == committed.optimizer && spec.retention == committed.retention &&
+           event_clock == committed.clock;
   }
   // Whether the table has counts, or its files may have some, so that releases without these must not open it.
   bool has_counts() const REQUIRES(lock) {
@@ -139,7 +142,8 @@ struct TableState {
   void assign_checked(Batch* batch, const int64_t* ids, size_t n, const uint32_t* members = nullptr) const;
   // Checks the rows of a batch unless assign_checked() did that for this table or one of the same size.
   void check_batch(const Batch& batch) const;
-  // Assigns the ids of part `part` of `parts`, which are cells: each part reads its own places of the log. Requires the lock (scratch).
+  // Assigns the ids of part `part` of `parts`, which are cells: each part reads its own places of the log. Requires the
+  // lock (scratch).
   void assign_part(Batch* batch, const int64_t* ids, size_t n, size_t part, size_t parts) REQUIRES(lock);
   // Throws when a call has too many ids: their places are kept in 32 bits.
   void require_places(size_t n) const;

@@ -8,9 +8,9 @@ namespace {
 
 // Examining this many records for each appended one keeps pace with segments that are up to 75 % live.
 constexpr size_t kPace = 4;
-constexpr size_t kSlice = 512;             // records of one slice: a fraction of a millisecond under the lock
-constexpr uint64_t kSegmentsBehind = 4;    // with more debt than these hold, compaction is behind
-constexpr size_t kAllAtOnce = 1u << 20;    // records of one round of compact_all()
+constexpr size_t kSlice = 512;           // records of one slice: a fraction of a millisecond under the lock
+constexpr uint64_t kSegmentsBehind = 4;  // with more debt than these hold, compaction is behind
+constexpr size_t kAllAtOnce = 1u << 20;  // records of one round of compact_all()
 
 }  // namespace
 
@@ -22,7 +22,8 @@ void CompactionScheduler::see_appends() {
 
 void CompactionScheduler::count_debt() {
   const LogStats& stats = log_->stats();
-  patient_debt_ = std::min(patient_debt_, debt_) + (stats.written_tombstones + stats.written_counts - others_seen_) * kPace;
+  patient_debt_ =
+      std::min(patient_debt_, debt_) + (stats.written_tombstones + stats.written_counts - others_seen_) * kPace;
   debt_ += (stats.appended() - appended_seen_) * kPace;
   see_appends();
 }

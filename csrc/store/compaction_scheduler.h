@@ -1,7 +1,7 @@
 // Decides when and how much to compact. Each appended record adds to a debt: the number of records that compaction must
-// examine. compact_some() pays the debt within a step, or a background job pays it in slices. A tombstone or a count adds
-// as much, but no call waits until that is paid, because the log hardly grows by it. Requires the table's lock for every
-// call.
+// examine. compact_some() pays the debt within a step, or a background job pays it in slices. A tombstone or a count
+// adds as much, but no call waits until that is paid, because the log hardly grows by it. Requires the table's lock for
+// every call.
 #pragma once
 
 #include <algorithm>

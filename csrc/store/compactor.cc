@@ -12,7 +12,7 @@ namespace bunkbed {
 
 namespace {
 
-constexpr size_t kMergeWidth = 4;  // segments of a tier, and the factor between two tiers
+constexpr size_t kMergeWidth = 4;                         // segments of a tier, and the factor between two tiers
 constexpr uint64_t kSmallestTier = 2 * vfs::kBlockBytes;  // a segment of one record
 
 bool has_content(const Segment& segment) { return segment.live > 0 || segment.others() > 0; }
@@ -102,8 +102,8 @@ bool Compactor::has_too_many_bytes() const {
 
 bool Compactor::is_needed() const {
   if (log_ == nullptr) return false;
-  return segment_ != 0 || !merging_.empty() || has_too_many_bytes() || has_too_many_segments() || has_too_many_tombstones() ||
-         counts_round_ != 0 || has_too_many_counts();
+  return segment_ != 0 || !merging_.empty() || has_too_many_bytes() || has_too_many_segments() ||
+         has_too_many_tombstones() || counts_round_ != 0 || has_too_many_counts();
 }
 
 // Runs a read of the chosen segment. When the read fails, the segment is never chosen again and the error is dropped,
@@ -133,7 +133,8 @@ void Compactor::choose_merge() {
   for (const auto& [id, segment] : log_->segments()) {
     if (may_choose(*segment)) tiers[tier_of(content_bytes(*segment, record_bytes))].push_back(segment.get());
   }
-  const auto found = std::find_if(tiers.begin(), tiers.end(), [](const auto& tier) { return tier.size() >= kMergeWidth; });
+  const auto found =
+      std::find_if(tiers.begin(), tiers.end(), [](const auto& tier) { return tier.size() >= kMergeWidth; });
   if (found == tiers.end()) return;
   std::sort(found->begin(), found->end(), [&](const Segment* a, const Segment* b) {
     return content_bytes(*a, record_bytes) < content_bytes(*b, record_bytes);
@@ -168,7 +169,8 @@ const Segment* Compactor::pick_for_purge() {
     purge_version_ = log_->next_version();
     purging_.clear();
     for (const auto& [id, segment] : log_->segments()) {
-      if ((segment->live < segment->records || segment->counts > 0) && !fault_is("purge_too_early")) purging_.insert(id);
+      if ((segment->live < segment->records || segment->counts > 0) && !fault_is("purge_too_early"))
+        purging_.insert(id);
     }
   }
   for (const uint64_t id : purging_) {
@@ -276,8 +278,8 @@ bool Compactor::pick(const MayEmpty* among) {
     // With `among`, bytes count: the small segments of small commits are mostly header and padding.
     const uint64_t record_bytes = among == nullptr ? log_->stride() + 16 : log_->record_disk_bytes();
     const uint64_t bytes = among == nullptr ? segment->records * record_bytes + chunk_index_bytes(segment->tombstones) +
-                                                        count_index_bytes(segment->counts)
-                                                  : segment->bytes;
+                                                  count_index_bytes(segment->counts)
+                                            : segment->bytes;
     const double part = static_cast<double>(content_bytes(*segment, record_bytes)) / static_cast<double>(bytes);
     if (part < best_part) {
       best = segment.get();
@@ -332,8 +334,9 @@ bool Compactor::plan_read(size_t buffer_bytes, Read* read) {
 void Compactor::execute(Read* read) const {
   if (read->segment == nullptr) return;
   try {
-    read->read_bytes = read->wants_chunks ? log_->reader().find_chunks(*read->segment, &read->chunks)
-                                          : log_->reader().fetch_span(*read->segment, read->begin, read->bytes, &read->span);
+    read->read_bytes = read->wants_chunks
+                           ? log_->reader().find_chunks(*read->segment, &read->chunks)
+                           : log_->reader().fetch_span(*read->segment, read->begin, read->bytes, &read->span);
   } catch (const std::exception&) {
     read->failed = true;
   }
@@ -429,7 +432,7 @@ size_t Compactor::look(size_t n, size_t buffer_bytes) {
       ids_.clear();
     }
     if (chunk_ == chunks_.size()) {
-      segment->tombstones = segment->counts = 0;  // all that are needed were appended again
+      segment->tombstones = segment->counts = 0;         // all that are needed were appended again
       if (segment->live > 0) damaged_.insert(segment_);  // it counts records that it does not have
     }
     if (has_content(*segment) && chunk_ < chunks_.size()) return std::max<size_t>(1, looked);

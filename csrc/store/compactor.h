@@ -24,15 +24,15 @@
 //    emptied as in step 2; tombstones in them are appended again with their versions.
 // 7. Once these segments are gone, no tombstone below V has a record in the log. Segments with such tombstones are then
 //    emptied, and these tombstones are not appended again. keep_tombstones() says which ones must stay nevertheless.
-// A tombstone of a row that was stored again is dropped at any time: the row's record has a higher version. One of a row
-// with a count stays: a sweep may make the count none without an entry in the log.
+// A tombstone of a row that was stored again is dropped at any time: the row's record has a higher version. One of a
+// row with a count stays: a sweep may make the count none without an entry in the log.
 //
 // A count of a row that is not stored is moved while the directory has the same count. Of the others, which are dead, a
 // purge leaves none in the log either, since a deleted row begins without a count. Which counts are dead is not known
 // for each segment:
 //
-// 9. When the counts in the log are more than twice the counts of the directory, all segments that have some are emptied
-//    once, the oldest first. So a count is moved less than once for each count that is appended.
+// 9. When the counts in the log are more than twice the counts of the directory, all segments that have some are
+//    emptied once, the oldest first. So a count is moved less than once for each count that is appended.
 //
 // Training leaves dead records all the time, so a log has room for some. Deleted rows leave theirs once:
 //
@@ -166,14 +166,14 @@ class Compactor {
   MayEmpty may_empty_;
   std::function<KeptTombstones()> kept_tombstones_;
   uint64_t deletions_from_ = 0;
-  double goal_ = 1e300;            // dead / settled bytes, when so many records had been appended, but by compaction
+  double goal_ = 1e300;  // dead / settled bytes, when so many records had been appended, but by compaction
   uint64_t goal_appended_ = 0;
   std::set<uint64_t> purging_;     // segments that the purge under way must empty
   uint64_t purge_version_ = 0;     // V of the purge under way, 0: none
   uint64_t purged_version_ = 0;    // V of the last purge that ended
   uint64_t counts_round_ = 0;      // segments below it are emptied by the round of step 9 under way, 0: none
   uint64_t counts_left_ = 0;       // counts that the last round left in the log
-  std::set<uint64_t> damaged_;  // segments that could not be read; never chosen again
+  std::set<uint64_t> damaged_;     // segments that could not be read; never chosen again
   std::vector<uint64_t> merging_;  // segments of the merge under way that are still to be chosen
 
   uint64_t segment_ = 0;  // 0: none chosen

@@ -13,9 +13,9 @@
 // here can make a call fail, but cannot make the files exceed the limit.
 //
 // One rule says what limit is enough at creation and opening, and for new rows, commits and snapshots. Let L(n) be the
-// bytes of n rows that compaction has packed, with the tombstones in the log, K the bytes of kept snapshots, C the most commits that exist at once
-// without being kept (1; a run has up to 3; a scratch table 0). Here slack includes two index snapshots of n rows.
-// There is room for n rows when
+// bytes of n rows that compaction has packed, with the tombstones in the log, K the bytes of kept snapshots, C the most
+// commits that exist at once without being kept (1; a run has up to 3; a scratch table 0). Here slack includes two
+// index snapshots of n rows. There is room for n rows when
 //
 //   K + (C + 1) * L(n) + slack <= limit                                                                  (2)
 //
@@ -78,7 +78,8 @@ void DiskBudget::set_held(Manifests::Held held) {
 
 uint64_t DiskBudget::used_bytes() const {
   if (log_ == nullptr) return 0;
-  return compactor_->total_bytes() + compactor_->named_bytes() + log_->open_bytes() + other_bytes_ + index_snapshot_bytes_;
+  return compactor_->total_bytes() + compactor_->named_bytes() + log_->open_bytes() + other_bytes_ +
+         index_snapshot_bytes_;
 }
 
 uint64_t DiskBudget::snapshot_bytes() const {
@@ -125,7 +126,9 @@ uint64_t DiskBudget::unwritten_bytes(uint64_t more_rows) const {
 }
 
 // The bytes without segments' records: the slack and two index snapshots, the last one and the one that replaces it.
-uint64_t DiskBudget::fixed_bytes(uint64_t stored_rows) const { return slack() + 2 * index_snapshot_estimate(stored_rows); }
+uint64_t DiskBudget::fixed_bytes(uint64_t stored_rows) const {
+  return slack() + 2 * index_snapshot_estimate(stored_rows);
+}
 
 uint64_t DiskBudget::needed(uint64_t stored_rows) const {
   return kept_bytes_ + (commits_ + 1) * (packed_bytes(stored_rows) + others_bytes()) + fixed_bytes(stored_rows);
@@ -135,7 +138,8 @@ uint64_t DiskBudget::needed(uint64_t stored_rows) const {
 uint64_t DiskBudget::most_rows() const {
   const uint64_t taken = kept_bytes_ + (commits_ + 1) * others_bytes() + fixed_bytes(0);
   if (limit_ <= taken) return 0;
-  const double row = static_cast<double>((commits_ + 1) * log_->record_disk_bytes()) / kWorthMoving + 2 * static_cast<double>(index_snapshot_estimate(1) - index_snapshot_estimate(0));
+  const double row = static_cast<double>((commits_ + 1) * log_->record_disk_bytes()) / kWorthMoving +
+                     2 * static_cast<double>(index_snapshot_estimate(1) - index_snapshot_estimate(0));
   return std::min(num_rows_, static_cast<uint64_t>(static_cast<double>(limit_ - taken) / row));
 }
 
@@ -212,7 +216,8 @@ uint64_t DiskBudget::rows_beyond(const int64_t* rows, size_t n, size_t above, ui
   const std::vector<int64_t> distinct = distinct_rows(rows, n);
   std::vector<Entry> entries(distinct.size());
   directory_->locate(distinct.data(), distinct.size(), entries.data());
-  const auto absent = static_cast<size_t>(std::count_if(entries.begin(), entries.end(), [](Entry entry) { return !is_stored(entry); }));
+  const auto absent =
+      static_cast<size_t>(std::count_if(entries.begin(), entries.end(), [](Entry entry) { return !is_stored(entry); }));
   const uint64_t stored = std::min(most, before + absent + above);
   return absent > 0 && needed(stored) > limit_ ? stored : 0;
 }

@@ -36,7 +36,8 @@ MemoryPlan plan_memory(size_t total_bytes, size_t payload_bytes, uint64_t slots_
   // A 96th of the budget within 16 KiB and 1 MiB, and at most a quarter of a segment; but at least two records.
   const size_t wished = std::min({std::max<size_t>(total / 96, kSmallestChunk), size_t{1} << 20, largest_chunk});
   plan.log.chunk_bytes = vfs::round_up(std::max(smallest_chunk, wished), vfs::kBlockBytes);
-  plan.log.num_chunks = 3 + std::min<size_t>(std::max<size_t>(total, 256u << 20) - (256u << 20), 24u << 20) / (8u << 20);
+  plan.log.num_chunks =
+      3 + std::min<size_t>(std::max<size_t>(total, 256u << 20) - (256u << 20), 24u << 20) / (8u << 20);
   // A slice holds one record at any offset; a read of several records takes several slices. 4 MiB suffice for the full
   // rate of a device, with 16 reads of 256 KiB. A small budget has fewer, and smaller ones. Where reads need a smaller
   // alignment, as many bytes have more slices.
@@ -59,7 +60,8 @@ size_t most_directory_bytes(const MemoryPlan& plan, size_t frame_bytes) {
   return plan.total_bytes > others ? plan.total_bytes - others : 0;
 }
 
-size_t smallest_budget(size_t others, size_t payload_bytes, uint64_t slots_per_segment, size_t read_unit, bool has_log) {
+size_t smallest_budget(size_t others, size_t payload_bytes, uint64_t slots_per_segment, size_t read_unit,
+                       bool has_log) {
   const auto plan = [&](size_t total) {
     return plan_memory(total, payload_bytes, slots_per_segment, read_unit, has_log);
   };

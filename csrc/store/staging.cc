@@ -11,9 +11,9 @@
 namespace bunkbed {
 
 namespace {
-constexpr unsigned kExtentBits = 32;  // the low bits of a read's tag; the high bits are the job's number
+constexpr unsigned kExtentBits = 32;            // the low bits of a read's tag; the high bits are the job's number
 constexpr size_t kFetchBlockBytes = 64u << 10;  // bytes of fetch() that one thread copies at a time
-}
+}  // namespace
 
 // ---- Frames of staged rows, under the table's lock -----------------------------------------------------------------
 
@@ -92,10 +92,13 @@ void Store::end_staging(const Staging& staging, bool failed) {
   }
 }
 
-// ---- The reads, without it -------------------------------------------------------------------------------------------
+// ---- The reads, without it -----------------------------------------------------------------------------------------
 
 StagingQueue::StagingQueue(Log* log, size_t read_bytes, Finished finished)
-    : log_(log), read_bytes_(read_bytes), finished_(std::move(finished)), stream_(*this, *log->reads().staging_lane()) {}
+    : log_(log),
+      read_bytes_(read_bytes),
+      finished_(std::move(finished)),
+      stream_(*this, *log->reads().staging_lane()) {}
 
 void StagingQueue::add(Store::Staging staging) {
   const size_t reads = staging.plan.extents.size();

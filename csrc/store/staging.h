@@ -32,8 +32,8 @@ class StagingQueue final : private vfs::ReadSource {
  private:
   struct Job {
     Store::Staging staging;
-    size_t next = 0;              // the next extent of the plan to read
-    std::atomic<size_t> left;     // reads that have not ended
+    size_t next = 0;           // the next extent of the plan to read
+    std::atomic<size_t> left;  // reads that have not ended
     std::atomic<bool> failed{false};
     explicit Job(Store::Staging s) : staging(std::move(s)), left(staging.plan.extents.size()) {}
   };
@@ -51,8 +51,8 @@ class StagingQueue final : private vfs::ReadSource {
   // When the last batch was read, or the queue became busy.
   std::chrono::steady_clock::time_point served_ GUARDED_BY(mutex_);
   size_t finishing_ GUARDED_BY(mutex_) = 0;  // batches that were read, and whose `finished_` has not returned
-  std::condition_variable idle_;   // with mutex_: finishing_ became 0
-  vfs::ReadStream stream_;  // last member: its destructor uses the others
+  std::condition_variable idle_;             // with mutex_: finishing_ became 0
+  vfs::ReadStream stream_;                   // last member: its destructor uses the others
 };
 
 }  // namespace bunkbed

@@ -65,9 +65,9 @@ void Store::check_budget() const {
   if (plan_.total_bytes == 0) return;
   if (plan_.fixed_bytes + minimum_bytes() > plan_.total_bytes) {
     throw Error(ErrorKind::kMemory, "table '" + name_ + "': a RAM budget of " + std::to_string(plan_.total_bytes) +
-                                        " bytes is too small for a directory of " +
-                                        held_entries(*directory_) + "; it needs ram=" +
-                                        std::to_string(budget_for(directory_->bytes())) + " at least");
+                                        " bytes is too small for a directory of " + held_entries(*directory_) +
+                                        "; it needs ram=" + std::to_string(budget_for(directory_->bytes())) +
+                                        " at least");
   }
 }
 
@@ -143,7 +143,8 @@ void Store::make_room_for_rows(const int64_t* rows, size_t n) {
                   "table '" + name_ + "': " + std::to_string(n) + " new rows would make its directory " +
                       std::to_string(bytes) + " bytes (it has " + held_entries(*directory_) +
                       "), more than its RAM budget of " + std::to_string(plan_.total_bytes) +
-                      " bytes allows; nothing was changed; open it with ram=" + std::to_string(budget_for(bytes)) + " or more");
+                      " bytes allows; nothing was changed; open it with ram=" + std::to_string(budget_for(bytes)) +
+                      " or more");
     }
     const size_t capacity = capacity_for(bytes);
     // Shrinks by a little more than needed, so that a growing directory does not shrink the cache in every step.
@@ -169,11 +170,13 @@ bool Store::must_shrink_for(const int64_t* rows, size_t n) const {
 void Store::reserve_rows(const int64_t* rows, size_t n, const Admission* admission) {
   if (!directory_->grows()) return;
   std::vector<int64_t> absent = absent_rows(*directory_, rows, n);  // of rows that are counted, none gets a new entry
-  if (admission != nullptr && !admission->counts() && !fault_is("admission_by_place")) admission->remove_refused(&absent);
+  if (admission != nullptr && !admission->counts() && !fault_is("admission_by_place"))
+    admission->remove_refused(&absent);
   make_room_for_rows(absent.data(), absent.size());
 }
 
-void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bool overwrite, const Admission* admission) {
+void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bool overwrite,
+                const Admission* admission) {
   if (entries_.size() < n) entries_.resize(n);
   const uint64_t hits = rows_.touch_distinct(rows, n, frames, true, entries_.data());
   Missing missing{rows, entries_.data(), {}};
@@ -194,7 +197,8 @@ void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bo
     }
     if (!is_stored(entries_[i])) {
       if (!create) continue;
-      const int64_t drawn = fault_is("admission_by_place") ? static_cast<int64_t>(i) : rows[i];  // the row, but for the bug
+      const int64_t drawn =
+          fault_is("admission_by_place") ? static_cast<int64_t>(i) : rows[i];  // the row, but for the bug
       const bool stores = admission == nullptr || is_admitted(*admission, drawn, entries_[i]);
       ++(stores ? admitted : refused);
       if (!stores) {
@@ -344,7 +348,8 @@ void Store::erase(const int64_t* rows, size_t n, bool* wrote) {
     for (const uint32_t frame : frames) {
       if (cache_.is_frozen(frame)) write_frozen_frame(frame);  // the commit under way has this row
     }
-    if (log_ != nullptr && !fault_is("lost_tombstone")) log_->append_others(stored.data(), nullptr, nullptr, stored.size());
+    if (log_ != nullptr && !fault_is("lost_tombstone"))
+      log_->append_others(stored.data(), nullptr, nullptr, stored.size());
     for (const int64_t row : stored) forget(row);
   }
   cache_.set_capacity(std::max(cache_.capacity(), capacity_for(directory_->bytes())));
@@ -479,9 +484,7 @@ void Store::freeze() {
   log_->begin_next_epoch(unwritten_.frozen);
 }
 
-void Store::write_frozen_frame(uint32_t frame) {
-  append_batch(&frame, 1, true);
-}
+void Store::write_frozen_frame(uint32_t frame) { append_batch(&frame, 1, true); }
 
 // Appends the records of frames, all frozen or all dirty, in this order. After a failure the earlier ones are written.
 void Store::append_batch(const uint32_t* frames, size_t n, bool are_frozen) {

@@ -41,7 +41,8 @@
 
 namespace bunkbed {
 
-inline constexpr size_t kFramesAtOnce = 16u << 10;  // frames that a load takes at once: their victims are sorted together
+inline constexpr size_t kFramesAtOnce = 16u
+                                        << 10;  // frames that a load takes at once: their victims are sorted together
 
 // The counts of ids that steps have named and not stored, for a table that stores a row from the n-th step that names
 // it. A count is a directory entry. The log has it from write() on.
@@ -59,7 +60,8 @@ class Counts {
   void raise(int64_t row, Entry before, int64_t now);
   // Appends the counts that the log lacks. On an error they stay listed.
   void write();
-  // Forgets the counts that were last raised before this time, now and when the table is opened again. Returns how many.
+  // Forgets the counts that were last raised before this time, now and when the table is opened again. Returns how
+  // many.
   uint64_t forget(int64_t before);
   // The time of the last forget(); a count is never raised at an earlier one.
   int64_t since() const { return since_; }
@@ -104,8 +106,8 @@ class Store {
   // Makes distinct rows resident and pins them. `create`: the caller will write them. An absent row gets a dirty frame
   // with its initial record when `create`, otherwise kNoFrame. On an error nothing is pinned and no value is lost.
   // `overwrite`: records are not read or made, because the caller writes whole records, marks them dirty and cannot
-  // fail. `admission`, unless null: an absent row that it refuses is not created, and gets kNoFrame. When it counts, the
-  // count of such a row is raised, and n is at most counts().room().
+  // fail. `admission`, unless null: an absent row that it refuses is not created, and gets kNoFrame. When it counts,
+  // the count of such a row is raised, and n is at most counts().room().
   void pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bool overwrite = false,
            const Admission* admission = nullptr);
   // The same for a lookup of stored rows that were just located. `entries`: where they are.
@@ -114,7 +116,8 @@ class Store {
   // Throws Error(kMemory), with nothing changed, when the budget has no room. After it, pin(create) of any of these
   // rows cannot fail for lack of directory space. `admission`: the one that pin(create) will have.
   void reserve_rows(const int64_t* rows, size_t n, const Admission* admission = nullptr);
-  // Whether reserve_rows() of these rows, all admitted, removes frames. If so, no frame may be loading when it is called.
+  // Whether reserve_rows() of these rows, all admitted, removes frames. If so, no frame may be loading when it is
+  // called.
   bool must_shrink_for(const int64_t* rows, size_t n) const;
   // Removes the pins of the last pin(). There are none when all its rows were in RAM already.
   void unpin(const uint32_t* frames, size_t n);
@@ -138,7 +141,7 @@ class Store {
     ReadPlan plan;
     std::vector<uint32_t> frames;  // loading frames
     size_t copied = 0;             // rows that need no read
-    size_t looked = 0;  // rows that are staged or skipped; fewer than n when there were too few frames
+    size_t looked = 0;             // rows that are staged or skipped; fewer than n when there were too few frames
   };
   Staging begin_staging(const int64_t* rows, size_t n, uint32_t batch = kNoUse);
   void end_staging(const Staging& staging, bool failed);
@@ -212,11 +215,14 @@ class Store {
   void write_frozen_frame(uint32_t frame);
   void append_batch(const uint32_t* frames, size_t n, bool are_frozen);
   void write_frozen_frames(const uint32_t* frames, size_t n);
-  // Takes `n` frames for rows of a batch of the window (kNoUse: of none); fewer only where no more frame may be evicted.
+  // Takes `n` frames for rows of a batch of the window (kNoUse: of none); fewer only where no more frame may be
+  // evicted.
   std::vector<uint32_t> take_frames(size_t n, uint32_t batch);
   void release_unused(const std::vector<uint32_t>& frames, size_t used);
   void hold_row(uint32_t frame, int64_t row);
-  size_t window_needs(size_t n) const { return window_.bytes_after(n) + cache_.uses_bytes() + n * sizeof(uint32_t) * 2; }
+  size_t window_needs(size_t n) const {
+    return window_.bytes_after(n) + cache_.uses_bytes() + n * sizeof(uint32_t) * 2;
+  }
   size_t capacity_for(size_t directory_bytes) const;
   void check_budget() const;  // throws Error(kMemory) when the budget is smaller than the minimum
   void make_room_for_rows(const int64_t* rows, size_t n);
@@ -238,13 +244,13 @@ class Store {
   InitialRecord initial_;
   uint32_t next_to_write_ = 0;  // the frame where write_frozen() goes on
   uint32_t next_dirty_ = 0;     // the frame where write_dirty() goes on
-  bool has_pins_ = false;  // true between a pin() that pinned and its unpin()
-  size_t frames_staging_ = 0;  // pinned between begin_staging() and end_staging()
+  bool has_pins_ = false;       // true between a pin() that pinned and its unpin()
+  size_t frames_staging_ = 0;   // pinned between begin_staging() and end_staging()
   Window window_;
-  size_t window_bytes_ = 0;  // reserved for the window and the cache's list of uses
-  std::vector<uint32_t> refused_;   // scratch memory of pin()
-  std::vector<int64_t> finished_;   // scratch memory of finish()
-  std::vector<Entry> entries_;  // the same of finish(), expect() and pin()
+  size_t window_bytes_ = 0;        // reserved for the window and the cache's list of uses
+  std::vector<uint32_t> refused_;  // scratch memory of pin()
+  std::vector<int64_t> finished_;  // scratch memory of finish()
+  std::vector<Entry> entries_;     // the same of finish(), expect() and pin()
 };
 
 }  // namespace bunkbed

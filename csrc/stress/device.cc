@@ -12,7 +12,9 @@ using Locks = std::scoped_lock<std::recursive_mutex, std::recursive_mutex>;
 }  // namespace
 
 Device::Device(Subject& subject, size_t frames)
-    : subject_(subject), num_frames_(std::min(frames, subject.rows())), floats_(subject.table->payload_bytes() / sizeof(float)) {}
+    : subject_(subject),
+      num_frames_(std::min(frames, subject.rows())),
+      floats_(subject.table->payload_bytes() / sizeof(float)) {}
 
 void Device::attach() {
   map_ = DeviceMap::make(subject_.name(), num_frames_);
@@ -35,9 +37,11 @@ std::unique_ptr<DeviceMap::Plan> Device::place(const Batch& batch) {
   const size_t bytes = floats_ * sizeof(float);
   std::vector<std::byte> coming(arrays->load_rows.size() * bytes), going(arrays->evict_rows.size() * bytes);
   subject_.table->gather_records(arrays->load_rows.data(), arrays->load_rows.size(), coming.data());
-  for (size_t i = 0; i < arrays->evict_rows.size(); ++i) std::memcpy(&going[i * bytes], frame(arrays->evict_frames[i]), bytes);
+  for (size_t i = 0; i < arrays->evict_rows.size(); ++i)
+    std::memcpy(&going[i * bytes], frame(arrays->evict_frames[i]), bytes);
   subject_.table->scatter_records(arrays->evict_rows.data(), arrays->evict_rows.size(), going.data());
-  for (size_t i = 0; i < arrays->load_rows.size(); ++i) std::memcpy(frame(arrays->load_frames[i]), &coming[i * bytes], bytes);
+  for (size_t i = 0; i < arrays->load_rows.size(); ++i)
+    std::memcpy(frame(arrays->load_frames[i]), &coming[i * bytes], bytes);
   plan->done();
   return plan;
 }
@@ -54,7 +58,8 @@ void Device::write_back() {
 
 void Device::verify(const std::string& when, Tally* tally) {
   if (const DeviceStats stats = map_->stats(); stats.pinned > 0 || stats.leaving > 0 || stats.plans > 0) {
-    tally->fail(when + ": " + std::to_string(stats.pinned) + " frames pinned, " + std::to_string(stats.leaving) + " rows leaving");
+    tally->fail(when + ": " + std::to_string(stats.pinned) + " frames pinned, " + std::to_string(stats.leaving) +
+                " rows leaving");
   }
   std::vector<int64_t> ids, frames(subject_.rows());
   for (size_t row = 0; row < subject_.rows(); ++row) ids.push_back(subject_.id_of(row));
@@ -77,10 +82,12 @@ void Device::step(Worker* worker, const Batch& batch, const std::map<size_t, int
   for (const int64_t id : batch.unique()) rows.push_back(s.row_of(id));
   std::unique_ptr<DeviceMap::Plan> plan;
   const Reading reading(s.bounds, rows);
-  if (!worker->attempt(s, "device: place", [&] {
-        const std::lock_guard guard(mutex_);
-        plan = place(batch);
-      }) || plan == nullptr) {
+  if (!worker->attempt(s, "device: place",
+                       [&] {
+                         const std::lock_guard guard(mutex_);
+                         plan = place(batch);
+                       }) ||
+      plan == nullptr) {
     return;
   }
   const auto& frames = plan->arrays()->frames;

@@ -29,11 +29,12 @@ void give_up(int) {
 void show(const std::string& kind, const std::string& backend, const Outcome& outcome) {
   uint64_t calls = 0;
   for (const auto& [name, count] : outcome.tally.calls) calls += count;
-  std::printf("%s, %s: %llu calls, %llu rows checked, %llu wrong; %llu lives, %llu episodes; reads: %llu uring, %llu threads\n",
-              kind.c_str(), backend.c_str(), static_cast<unsigned long long>(calls),
-              static_cast<unsigned long long>(outcome.tally.rows), static_cast<unsigned long long>(outcome.tally.num_wrong),
-              static_cast<unsigned long long>(outcome.lives), static_cast<unsigned long long>(outcome.episodes),
-              static_cast<unsigned long long>(outcome.uring_reads), static_cast<unsigned long long>(outcome.thread_reads));
+  std::printf(
+      "%s, %s: %llu calls, %llu rows checked, %llu wrong; %llu lives, %llu episodes; reads: %llu uring, %llu threads\n",
+      kind.c_str(), backend.c_str(), static_cast<unsigned long long>(calls),
+      static_cast<unsigned long long>(outcome.tally.rows), static_cast<unsigned long long>(outcome.tally.num_wrong),
+      static_cast<unsigned long long>(outcome.lives), static_cast<unsigned long long>(outcome.episodes),
+      static_cast<unsigned long long>(outcome.uring_reads), static_cast<unsigned long long>(outcome.thread_reads));
   for (const auto& [name, count] : outcome.tally.calls) {
     std::printf("  %10llu  %s\n", static_cast<unsigned long long>(count), name.c_str());
   }

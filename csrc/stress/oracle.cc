@@ -32,7 +32,8 @@ std::vector<int32_t> Reading::check(const float* values, size_t dim, const std::
     const int32_t high = upper.high(rows_[i]);
     found[i] = count;
     if (count < lows_[i] || count > high) {
-      say(i, "holds " + std::to_string(count) + ", expected " + std::to_string(lows_[i]) + " to " + std::to_string(high));
+      say(i,
+          "holds " + std::to_string(count) + ", expected " + std::to_string(lows_[i]) + " to " + std::to_string(high));
     }
     const auto [place, is_new] = of_pair.emplace(rows_[i] % pairs, count);
     if (!is_new && place->second != count) {

@@ -27,7 +27,8 @@ inline constexpr auto kOrder = std::memory_order_seq_cst;
 
 class Bounds {
  public:
-  explicit Bounds(size_t rows) : size_(rows), low_(new std::atomic<int32_t>[rows]), high_(new std::atomic<int32_t>[rows]) {
+  explicit Bounds(size_t rows)
+      : size_(rows), low_(new std::atomic<int32_t>[rows]), high_(new std::atomic<int32_t>[rows]) {
     for (size_t row = 0; row < rows; ++row) put(row, 0);
   }
   size_t size() const { return size_; }
@@ -59,7 +60,9 @@ class Bounds {
   std::unique_ptr<std::atomic<int32_t>[]> low_, high_;
 };
 
-inline float element(int32_t count, size_t column) { return static_cast<float>(count) * static_cast<float>(1 + column % 4); }
+inline float element(int32_t count, size_t column) {
+  return static_cast<float>(count) * static_cast<float>(1 + column % 4);
+}
 
 // The calls and findings of one thread.
 struct Tally {
@@ -67,7 +70,7 @@ struct Tally {
   std::map<std::string, uint64_t> refused;  // calls by reason: an allowed failure that changed nothing
   uint64_t rows = 0;                        // rows whose values were compared
   uint64_t num_wrong = 0;
-  std::vector<std::string> wrong;           // the first few
+  std::vector<std::string> wrong;  // the first few
 
   void fail(const std::string& what) {
     ++num_wrong;

@@ -6,7 +6,9 @@
 
 namespace bunkbed::stress {
 
-Reader::Reader(Subject& subject, uint64_t seed) : subject_(subject), rng_(seed), least_(subject.rows()) { table_ = open(); }
+Reader::Reader(Subject& subject, uint64_t seed) : subject_(subject), rng_(seed), least_(subject.rows()) {
+  table_ = open();
+}
 
 std::shared_ptr<Table> Reader::open() const {
   OpenOptions options;
@@ -86,12 +88,16 @@ void ReaderThread::refresh() {
 
 void ReaderThread::scan() {
   try {
-    scan_and_check(reader_.subject_, reader_.table_.get(), reader_.least_, 1 + rng_.below(200), "reader's scan", [&] {
-      if (rng_.one_in(4)) read();
-    }, &tally_);
+    scan_and_check(
+        reader_.subject_, reader_.table_.get(), reader_.least_, 1 + rng_.below(200), "reader's scan",
+        [&] {
+          if (rng_.one_in(4)) read();
+        },
+        &tally_);
     ++tally_.calls["reader's scans that came to their end"];
   } catch (const Error& error) {
-    if (error.kind() != ErrorKind::kBroken || std::string(error.what()).find("was changed while") == std::string::npos) throw;
+    if (error.kind() != ErrorKind::kBroken || std::string(error.what()).find("was changed while") == std::string::npos)
+      throw;
     ++tally_.refused["reader's scan: changed"];  // the other thread refreshed
   }
 }

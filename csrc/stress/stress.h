@@ -16,11 +16,11 @@ namespace bunkbed::stress {
 
 struct Options {
   std::string kind = "fixed";
-  double seconds = 10.0;   // no episode begins after so long
-  uint64_t episodes = 0;   // or exactly so many; 0: by time
+  double seconds = 10.0;  // no episode begins after so long
+  uint64_t episodes = 0;  // or exactly so many; 0: by time
   uint64_t seed = 0;
   size_t threads = 4;
-  size_t calls = 120;      // of a thread in an episode
+  size_t calls = 120;  // of a thread in an episode
   bool stops_at_wrong = false;
 };
 

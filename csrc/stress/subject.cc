@@ -12,7 +12,12 @@
 namespace bunkbed::stress {
 
 Subject::Subject(std::string name, std::string path, const Shape& shape, uint64_t seed)
-    : bounds(2 * shape.pairs), floor(2 * shape.pairs), name_(std::move(name)), path_(std::move(path)), shape_(shape), rng_(seed) {
+    : bounds(2 * shape.pairs),
+      floor(2 * shape.pairs),
+      name_(std::move(name)),
+      path_(std::move(path)),
+      shape_(shape),
+      rng_(seed) {
   for (size_t row = 0; row < rows(); ++row) rows_by_id_[id_of(row)] = row;
 }
 
@@ -47,10 +52,14 @@ size_t Subject::some_ram(Rng* rng) const {
   if (!shape_.on_disk) return 0;
   const size_t least = minimum_ram(spec(), rows(), true);
   switch (rng->below(4)) {
-    case 0: return least;
-    case 1: return least + rng->below(least);
-    case 2: return 4 * least;
-    default: return least + rng->below(least / 8);
+    case 0:
+      return least;
+    case 1:
+      return least + rng->below(least);
+    case 2:
+      return 4 * least;
+    default:
+      return least + rng->below(least / 8);
   }
 }
 
@@ -159,7 +168,8 @@ void Subject::verify(const std::string& when, Tally* tally) {
   size_t stored = 0;
   for (const size_t row : all) {
     stored += bounds.low(row) > 0;
-    if (is_there[row] != (bounds.low(row) > 0)) tally->fail(when + ": contains() is wrong for row " + std::to_string(row));
+    if (is_there[row] != (bounds.low(row) > 0))
+      tally->fail(when + ": contains() is wrong for row " + std::to_string(row));
   }
   scan_and_check(*this, table.get(), bounds, 1 + rng_.below(100), when + ", scan", [] {}, tally);
   if (const uint64_t rows = table->stats().stored_rows; rows != stored) {

@@ -111,7 +111,8 @@ bool scan_and_check(Subject& subject, Table* table, const Bounds& lows, size_t s
       seen[row] = std::max(0, reading.check(values.data() + i * dim, dim, call, tally, &subject.bounds)[0]);
       const int32_t other = seen[subject.twin(row)];
       if (other >= 0 && other != seen[row]) {
-        tally->fail(where + " holds " + std::to_string(seen[row]) + ", and the row that changes with it " + std::to_string(other));
+        tally->fail(where + " holds " + std::to_string(seen[row]) + ", and the row that changes with it " +
+                    std::to_string(other));
       }
     }
     between();

@@ -33,9 +33,12 @@ std::string Worker::allowed(const Subject& subject, const std::string& call, con
 
 size_t Worker::some_count(const Subject& subject) {
   switch (rng_.below(16)) {
-    case 0: return subject.shape().pairs;  // more than its RAM holds
-    case 1: return 1 + rng_.below(subject.shape().pairs / 2);
-    default: return 1 + rng_.below(16);
+    case 0:
+      return subject.shape().pairs;  // more than its RAM holds
+    case 1:
+      return 1 + rng_.below(subject.shape().pairs / 2);
+    default:
+      return 1 + rng_.below(16);
   }
 }
 
@@ -173,7 +176,8 @@ void Worker::gather_records(Subject& s) {
   const Reading reading(s.bounds, rows);
   if (!attempt(s, "gather_records", [&] { s.table->gather_records(ids.data(), ids.size(), records.data()); })) return;
   std::vector<float> out(rows.size() * dim);
-  for (size_t i = 0; i < rows.size(); ++i) std::memcpy(out.data() + i * dim, records.data() + i * bytes, dim * sizeof(float));
+  for (size_t i = 0; i < rows.size(); ++i)
+    std::memcpy(out.data() + i * dim, records.data() + i * bytes, dim * sizeof(float));
   reading.check(out.data(), dim, "gather_records", &tally_);
 }
 
@@ -195,9 +199,12 @@ void Worker::contains(Subject& s) {
 void Worker::scan(Subject& s) {
   const size_t step = 1 + rng_.below(200);
   if (attempt(s, "scan", [&] {
-        scan_and_check(s, s.table.get(), s.bounds, step, "scan", [&] {
-          if (rng_.one_in(3)) harmless(s);
-        }, &tally_);
+        scan_and_check(
+            s, s.table.get(), s.bounds, step, "scan",
+            [&] {
+              if (rng_.one_in(3)) harmless(s);
+            },
+            &tally_);
       })) {
     ++tally_.calls["scans that came to their end"];
   }

@@ -20,11 +20,11 @@ class Worker;
 // Shared by the threads of an episode.
 struct Episode {
   size_t threads = 1;
-  bool has_device = false;           // a device cache may hold rows that a call wants
-  bool is_quiet = false;             // nothing changes: scans must finish
-  bool goes_back = false;            // quiet, and one thread rewinds to commits with the same values
-  std::atomic<bool> is_closing{false};  // tables are closed meanwhile
-  std::atomic<int64_t> step{0};         // of tables that are updated as one
+  bool has_device = false;                  // a device cache may hold rows that a call wants
+  bool is_quiet = false;                    // nothing changes: scans must finish
+  bool goes_back = false;                   // quiet, and one thread rewinds to commits with the same values
+  std::atomic<bool> is_closing{false};      // tables are closed meanwhile
+  std::atomic<int64_t> step{0};             // of tables that are updated as one
   std::function<void(Worker*)> run_commit;  // of tables that are committed as one
 };
 

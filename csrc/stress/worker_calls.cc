@@ -14,7 +14,8 @@ void Worker::stage(Subject& s) {
 void Worker::window(Subject& s) {
   const std::vector<int64_t> ids = s.ids_of(rows_to_read(s, 1 + rng_.below(40)));
   uint32_t batch = 0;
-  if (!attempt(s, "expect", [&] { batch = s.table->expect(ids.data(), ids.size(), static_cast<uint32_t>(rng_.below(8))); })) {
+  if (!attempt(s, "expect",
+               [&] { batch = s.table->expect(ids.data(), ids.size(), static_cast<uint32_t>(rng_.below(8))); })) {
     return;
   }
   if (batch != kNoUse && batch != Table::kWindowFull) expected_.emplace_back(&s, batch);
@@ -27,9 +28,8 @@ void Worker::window(Subject& s) {
   } else {
     const bool is_over = rng_.one_in(2);
     if (is_over) expected_.erase(mine);
-    attempt(s, "advance", [&] {
-      s.table->advance(is_over ? first : kNoUse, first, static_cast<uint32_t>(rng_.below(5)));
-    });
+    attempt(s, "advance",
+            [&] { s.table->advance(is_over ? first : kNoUse, first, static_cast<uint32_t>(rng_.below(5))); });
   }
 }
 
@@ -41,7 +41,8 @@ void Worker::wait_for(StartedCommit* entry) {
 void Worker::commit(Subject& s) {
   if (episode_.run_commit) return episode_.run_commit(this);
   const std::vector<int32_t> counts = s.bounds.lows();
-  const auto meta = rng_.one_in(3) ? std::optional<std::string>("{\"at\":" + std::to_string(rng_.below(100)) + "}") : std::nullopt;
+  const auto meta =
+      rng_.one_in(3) ? std::optional<std::string>("{\"at\":" + std::to_string(rng_.below(100)) + "}") : std::nullopt;
   if (!attempt(s, "commit", [&] { s.table->commit(meta, ""); })) return;
   for (size_t row = 0; row < counts.size(); ++row) s.floor.raise_low(row, counts[row]);
 }
@@ -99,7 +100,8 @@ void Worker::facts(Subject& s) {
     s.table->set_optimizer(optimizer);
   });
   // These calls take no lock.
-  const bool is_it = s.table->fields().size() == 1 && s.table->spec().dim == s.shape().dim && s.table->payload_bytes() > 0;
+  const bool is_it =
+      s.table->fields().size() == 1 && s.table->spec().dim == s.shape().dim && s.table->payload_bytes() > 0;
   if (!is_it || s.table->uuid() == Uuid{}) tally_.fail("fields: not those of its spec");
 }
 
@@ -125,16 +127,26 @@ void Worker::maintain(Subject& s) {
 
 void Worker::harmless(Subject& s) {
   switch (rng_.below(10)) {
-    case 0: return lookup(s);
-    case 1: return lookup_batch(s);
-    case 2: return stage(s);
-    case 3: return window(s);
-    case 4: return get(s);
-    case 5: return gather_records(s);
-    case 6: return commit(s);
-    case 7: return begin_commit(s);
-    case 8: return maintain(s);
-    default: return facts(s);
+    case 0:
+      return lookup(s);
+    case 1:
+      return lookup_batch(s);
+    case 2:
+      return stage(s);
+    case 3:
+      return window(s);
+    case 4:
+      return get(s);
+    case 5:
+      return gather_records(s);
+    case 6:
+      return commit(s);
+    case 7:
+      return begin_commit(s);
+    case 8:
+      return maintain(s);
+    default:
+      return facts(s);
   }
 }
 
@@ -153,7 +165,7 @@ bool Worker::call(Subject& s) {
     if (may_change) {
       update_batch(s);
     } else {
-      episode_.goes_back && index_ == 0 ? go_back(s) : lookup_batch(s);
+      episode_.goes_back&& index_ == 0 ? go_back(s) : lookup_batch(s);
     }
   } else if (choice < 63) {
     stage(s);

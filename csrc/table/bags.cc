@@ -26,8 +26,8 @@ struct RowReader::Bags {
   size_t first;
   Pooling pooling;
   const float* weights;  // (n) or null
-  bool touch;           // whether rows that are read stay in RAM
-  bool counts_touches;  // whether to touch the frames of rows in RAM
+  bool touch;            // whether rows that are read stay in RAM
+  bool counts_touches;   // whether to touch the frames of rows in RAM
 
   size_t begin(size_t bag) const { return static_cast<size_t>(starts[bag - first]); }
   size_t end(size_t bag) const { return static_cast<size_t>(starts[bag - first + 1]); }
@@ -51,13 +51,17 @@ struct RowReader::Bags {
   // The run that adds rows [from, to) of a bag to its sum, and divides if these are its last.
   PoolRun run(size_t bag, size_t from, size_t to, const void* const* rows) const {
     const bool divides = pooling != Pooling::kSum && to == end(bag) && to > begin(bag);
-    return {rows, weights == nullptr ? nullptr : weights + from, static_cast<int64_t>(to - from),
-            from == begin(bag) ? PoolFrom::kZero : PoolFrom::kOut, divides, divides ? divisor(bag) : 1.0f};
+    return {rows,
+            weights == nullptr ? nullptr : weights + from,
+            static_cast<int64_t>(to - from),
+            from == begin(bag) ? PoolFrom::kZero : PoolFrom::kOut,
+            divides,
+            divides ? divisor(bag) : 1.0f};
   }
 };
 
 void RowReader::lookup_bags(const int64_t* ids, size_t n, const int64_t* offsets, size_t num_bags, Pooling pooling,
-                        const float* weights, bool touch, float* out) {
+                            const float* weights, bool touch, float* out) {
   const auto guard = begin_lookup(ids, n, touch);
   table_.counts.ids += n;
   const size_t piece = table_.piece_ids();
@@ -69,9 +73,11 @@ void RowReader::lookup_bags(const int64_t* ids, size_t n, const int64_t* offsets
     if (first + count == num_bags) table_.scratch.bag_starts[count] = static_cast<int64_t>(n);
     if (table_.scratch.bag_starts[0] < 0 || table_.scratch.bag_starts[count] > static_cast<int64_t>(n) ||
         !std::is_sorted(table_.scratch.bag_starts.begin(), table_.scratch.bag_starts.end())) {
-      throw Error(ErrorKind::kInvalid, "table '" + table_.name + "': the offsets were changed while their bags were looked up");
+      throw Error(ErrorKind::kInvalid,
+                  "table '" + table_.name + "': the offsets were changed while their bags were looked up");
     }
-    const Bags bags{ids, n, table_.scratch.bag_starts.data(), first, pooling, weights, touch, touch && table_.may_evict()};
+    const Bags bags{ids,     n,     table_.scratch.bag_starts.data(), first, pooling,
+                    weights, touch, touch && table_.may_evict()};
     pool_resident(bags, first, count, out);
     pool_missing(bags, first, count, out);
   }

@@ -26,19 +26,24 @@ void Loader::make_store(const MemoryPlan& plan, std::unique_ptr<Log> log) {
   const size_t frame_bytes = is_reader ? table_.weight_bytes : table_.payload_bytes;
   // Reserves address space for the most frames that set_ram() could allow. Memory is allocated with use.
   const size_t cost = Cache::frame_cost(frame_bytes);
-  const size_t physical = static_cast<size_t>(::sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(::sysconf(_SC_PAGE_SIZE));
+  const size_t physical =
+      static_cast<size_t>(::sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(::sysconf(_SC_PAGE_SIZE));
   size_t frames = std::max(physical, plan.total_bytes) / cost;
   if (table_.spec.num_rows >= 0) frames = std::min(frames, static_cast<size_t>(table_.spec.num_rows));
   std::unique_ptr<Directory> directory = make_directory(plan, frame_bytes);
   prefetcher_.reset();
   table_.store = std::make_unique<Store>(table_.name, frame_bytes, std::max(frames, kMinFrames), std::move(directory),
-                                   std::move(log), plan);
+                                         std::move(log), plan);
   // The most commits without a name: the last one; in a run, those of its last two commits and the one under way.
-  table_.store->disk().set_limit(table_.options.disk_bytes, table_.spec.is_scratch ? 0 : table_.spec.belongs_to_run ? 3 : 1,
-                         static_cast<uint64_t>(table_.spec.num_rows));  // -1: the largest number
+  table_.store->disk().set_limit(table_.options.disk_bytes,
+                                 table_.spec.is_scratch       ? 0
+                                 : table_.spec.belongs_to_run ? 3
+                                                              : 1,
+                                 static_cast<uint64_t>(table_.spec.num_rows));  // -1: the largest number
   table_.store->disk().reserve_held(device_.max_rows());
-  table_.store->set_initial_record(
-      [table = &table_](int64_t row, size_t record_bytes, std::byte* record) { table->initial_record(row, record_bytes, record); });
+  table_.store->set_initial_record([table = &table_](int64_t row, size_t record_bytes, std::byte* record) {
+    table->initial_record(row, record_bytes, record);
+  });
 }
 
 void Loader::start_in_ram(const Uuid& uuid) {
@@ -71,7 +76,8 @@ void Loader::load(const Manifest& manifest) {
   table_.read_unit = table_.vfs.open(table_.path + "/" + manifest_name(manifest.epoch), true)->read_alignment();
   const MemoryPlan plan =
       plan_memory(table_.options.ram_bytes, table_.payload_bytes, manifest.slots_per_segment, table_.read_unit, true);
-  auto log = std::make_unique<Log>(table_.vfs, table_.path, table_.uuid, table_.payload_bytes, manifest.slots_per_segment, plan.log);
+  auto log = std::make_unique<Log>(table_.vfs, table_.path, table_.uuid, table_.payload_bytes,
+                                   manifest.slots_per_segment, plan.log);
   if (table_.spec.is_scratch) {
     log->make_nameless();
   } else if (table_.options.writable) {
@@ -90,7 +96,8 @@ void Loader::load(const Manifest& manifest) {
                                      .version = oldest_cursor_version(table_.vfs, table_.path, table_.uuid)};
   });
   // The frames are empty while the directory is rebuilt, so half of their budget serves as scratch.
-  const size_t scratch = plan.scratch_bytes + table_.store->cache().capacity() * Cache::frame_cost(table_.store->frame_bytes()) / 2;
+  const size_t scratch =
+      plan.scratch_bytes + table_.store->cache().capacity() * Cache::frame_cost(table_.store->frame_bytes()) / 2;
   index_.load(manifest, scratch);
   failpoint("open.rebuilt");
   if (table_.store->directory().stored_rows() != manifest.stored_rows) {
@@ -101,7 +108,8 @@ void Loader::load(const Manifest& manifest) {
   if (table_.options.writable && table_.store->directory().counted_rows() != manifest.counted_ids) {
     throw Error(ErrorKind::kCorruption, "table '" + table_.name + "': its segments hold counts of " +
                                             std::to_string(table_.store->directory().counted_rows()) +
-                                            " ids that are not stored, the commit says " + std::to_string(manifest.counted_ids));
+                                            " ids that are not stored, the commit says " +
+                                            std::to_string(manifest.counted_ids));
   }
   table_.store->apply(plan);
   if (table_.options.writable) table_.manifests.remember();
@@ -191,7 +199,7 @@ bool Loader::replay_onto(const Manifest& newest) {
   try {
     Cache& cache = table_.store->cache();
     const auto reserve = [this](const int64_t* ids, size_t n)
-        REQUIRES(table_.lock) { table_.store->reserve_rows(ids, n); };
+                             REQUIRES(table_.lock) { table_.store->reserve_rows(ids, n); };
     const auto give_up = [&](Entry before) {
       uint64_t position = position_of(before);
       if (is_frame(before)) {
@@ -200,9 +208,15 @@ bool Loader::replay_onto(const Manifest& newest) {
       }
       --log->segment_of(position).live;
     };
-    table_.counts.indexed_records += Replay{log, &table_.store->directory(), table_.spec.num_rows, newest.next_version,
-                               table_.store->plan().scratch_bytes, reserve, give_up, {.are_kept = false}}
-                            .run(segments);
+    table_.counts.indexed_records += Replay{
+        log,
+        &table_.store->directory(),
+        table_.spec.num_rows,
+        newest.next_version,
+        table_.store->plan().scratch_bytes,
+        reserve,
+        give_up,
+        {.are_kept = false}}.run(segments);
   } catch (const std::exception&) {
     return false;  // building the directory again reports the error, or does not meet it
   }
@@ -237,14 +251,16 @@ uint64_t Loader::refresh(std::optional<uint64_t> to) {
   // Only a failed refresh breaks a reader, and a successful one repairs it.
   if (table_.is_closed || table_.options.writable) table_.require_usable();
   if (table_.options.writable) {
-    throw Error(ErrorKind::kInvalid, "table '" + table_.name + "' is open for writing and always up to date; refresh() is for readers");
+    throw Error(ErrorKind::kInvalid,
+                "table '" + table_.name + "' is open for writing and always up to date; refresh() is for readers");
   }
   bool is_moving = false;  // the old store was destroyed
   for (int attempt = 0;; ++attempt) {
     try {
       const Manifest newest = commit_to_follow(to);
       if (newest.uuid != table_.uuid) {
-        throw Error(ErrorKind::kFormat, "table '" + table_.name + "': another table has taken its place; open it again");
+        throw Error(ErrorKind::kFormat,
+                    "table '" + table_.name + "': another table has taken its place; open it again");
       }
       if (table_.store != nullptr) {
         // A run may take back a commit that it had not named, and the next one then has its number.

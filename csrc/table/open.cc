@@ -40,9 +40,9 @@ std::unique_ptr<Table> Table::create(vfs::Vfs& vfs, const std::string& path, con
   const size_t payload = payload_of(spec);
   const size_t needed = minimum_ram(spec, 0, !path.empty());
   if (ram_bytes != 0 && ram_bytes < needed) {
-    throw Error(ErrorKind::kInvalid, "table '" + name + "': ram=" + std::to_string(ram_bytes) +
-                                         " bytes is too small to work with; it needs at least ram=" +
-                                         std::to_string(needed));
+    throw Error(ErrorKind::kInvalid,
+                "table '" + name + "': ram=" + std::to_string(ram_bytes) +
+                    " bytes is too small to work with; it needs at least ram=" + std::to_string(needed));
   }
   if (path.empty()) {
     auto parts = std::make_unique<TableParts>(vfs, path, name, spec, options);
@@ -56,10 +56,12 @@ std::unique_ptr<Table> Table::create(vfs::Vfs& vfs, const std::string& path, con
     const uint64_t slots = slots_per_segment(spec, payload);
     MemoryPlan plan = plan_memory(ram_bytes, payload, slots, kAssumedReadUnit, true);
     plan.log.chunk_bytes = std::min(plan.log.chunk_bytes, smallest_chunk_bytes(record_stride(payload)));
-    const uint64_t least = DiskBudget::slack_bytes(slots * record_stride(payload), plan.log) + 2 * DiskBudget::index_snapshot_estimate(0);
+    const uint64_t least =
+        DiskBudget::slack_bytes(slots * record_stride(payload), plan.log) + 2 * DiskBudget::index_snapshot_estimate(0);
     if (disk_bytes < least) {
-      throw Error(ErrorKind::kInvalid, "table '" + name + "': disk=" + std::to_string(disk_bytes) +
-                                           " bytes is too small to work with; it needs at least disk=" + std::to_string(least));
+      throw Error(ErrorKind::kInvalid,
+                  "table '" + name + "': disk=" + std::to_string(disk_bytes) +
+                      " bytes is too small to work with; it needs at least disk=" + std::to_string(least));
     }
   }
   bool is_left = false;  // the directory has an old scratch table
@@ -90,19 +92,21 @@ std::unique_ptr<Table> Table::create(vfs::Vfs& vfs, const std::string& path, con
     lock = vfs.lock(path + "/" + kLockName);
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kLocked || !is_left) throw;
-    throw Error(ErrorKind::kExists, "a scratch table exists at " + path + " and is in use by " + error.what() +
-                                        "; close it there first");
+    throw Error(ErrorKind::kExists,
+                "a scratch table exists at " + path + " and is in use by " + error.what() + "; close it there first");
   }
   if (is_left) {
     // Another process may have made a table of its own here before this one had the lock.
     if (!is_scratch(Manifests(vfs, path))) {
-      throw Error(ErrorKind::kExists, "a table exists already at " + path + "; open it with bb.open, or remove the directory");
+      throw Error(ErrorKind::kExists,
+                  "a table exists already at " + path + "; open it with bb.open, or remove the directory");
     }
     clear_scratch(vfs, path);
   }
   Manifest manifest;
   manifest.uuid = new_uuid();
-  manifest.reader_flags = (has_narrow_slots(fields) ? kReaderFlagNarrowSlots : 0) | (spec.is_scratch ? kReaderFlagScratch : 0);
+  manifest.reader_flags =
+      (has_narrow_slots(fields) ? kReaderFlagNarrowSlots : 0) | (spec.is_scratch ? kReaderFlagScratch : 0);
   manifest.writer_flags = spec.belongs_to_run ? kWriterFlagRun : 0;
   manifest.num_rows = spec.num_rows;
   manifest.dim = spec.dim;
@@ -141,15 +145,15 @@ std::unique_ptr<Table> Table::open_or_made(vfs::Vfs& vfs, const std::string& pat
                                               "; close it there, or open it with mode=\"r\"");
         }
       }
-      Manifest manifest = !options.snapshot.empty()  ? manifests.load_snapshot(options.snapshot)
+      Manifest manifest = !options.snapshot.empty()   ? manifests.load_snapshot(options.snapshot)
                           : options.epoch.has_value() ? manifests.load(*options.epoch)
                                                       : manifests.load_newest();
       const bool is_scratch = (manifest.reader_flags & kReaderFlagScratch) != 0;
       if (is_scratch && !is_made) refuse_scratch(name, path);
       if (options.writable) {
         if ((manifest.writer_flags & ~kKnownWriterFlags) != 0) {
-          throw Error(ErrorKind::kReadOnly, "table '" + name +
-                                                "' uses features this release cannot write; open it with mode=\"r\"");
+          throw Error(ErrorKind::kReadOnly,
+                      "table '" + name + "' uses features this release cannot write; open it with mode=\"r\"");
         }
         if ((manifest.writer_flags & kWriterFlagRun) != 0 && !options.through_run) {
           throw Error(ErrorKind::kReadOnly, "table '" + name + "' at " + path +
@@ -165,8 +169,8 @@ std::unique_ptr<Table> Table::open_or_made(vfs::Vfs& vfs, const std::string& pat
       }
       check_record_size(manifest.dim);
       const TableSpec spec = spec_of(manifest);
-      // Refuses what cannot work before it is loaded. The minimum has room for any rows and for growth; the directory of
-      // these may take less, so load() has the last word.
+      // Refuses what cannot work before it is loaded. The minimum has room for any rows and for growth; the directory
+      // of these may take less, so load() has the last word.
       const uint64_t stored = manifest.stored_rows;
       const uint64_t fewest = spec.num_rows < 0 ? stored - stored / 8 : stored / 4;
       if (options.ram_bytes != 0 && options.ram_bytes < minimum_ram(spec, fewest, true)) {
@@ -184,11 +188,13 @@ std::unique_ptr<Table> Table::open_or_made(vfs::Vfs& vfs, const std::string& pat
     } catch (const Error& error) {
       // A reader of a run opens one given epoch. If the writer has collected it, nothing is damaged and no retry can
       // help.
-      const bool is_collected = !options.writable && options.epoch.has_value() &&
-                                !vfs.exists(path + "/" + manifest_name(*options.epoch));
+      const bool is_collected =
+          !options.writable && options.epoch.has_value() && !vfs.exists(path + "/" + manifest_name(*options.epoch));
       const bool vanished = error.kind() == ErrorKind::kNotFound && vfs.exists(path) && !is_collected;
       if (vanished && !options.writable && attempt < 20) continue;
-      if (vanished) throw Error(ErrorKind::kCorruption, "table '" + name + "': a file its commit names is missing: " + error.what());
+      if (vanished)
+        throw Error(ErrorKind::kCorruption,
+                    "table '" + name + "': a file its commit names is missing: " + error.what());
       throw;
     }
   }

@@ -18,8 +18,8 @@ void RowReader::lookup(const int64_t* ids, size_t n, bool touch, float* out) {
   table_.counts.ids += n;
   const size_t piece = table_.piece_ids();
   if (n <= piece) return lookup_piece(ids, n, touch, out);
-  // Rows in RAM first, before any frame can be evicted. Then the others by cell, so that each piece reads its own places
-  // of the log.
+  // Rows in RAM first, before any frame can be evicted. Then the others by cell, so that each piece reads its own
+  // places of the log.
   table_.require_places(n);
   BlockVector<uint64_t>& is_missing = table_.scratch.is_missing;
   is_missing.assign(n / 64 + 1, 0);
@@ -67,7 +67,8 @@ void RowReader::lookup(const Batch& batch, bool touch, float* out) {
   const bool all_resident = table_.store->rows().place(batch, touch);
   const uint32_t* const frames = batch.placement().frames.data();
   parallel_for(batch.size(), kBlockIds, [&](size_t from, size_t to) REQUIRES(table_.lock) {
-    copy_resident(frames, batch.inverse().data() + from, {to - from, batch.size() - from}, out + from * table_.spec.dim);
+    copy_resident(frames, batch.inverse().data() + from, {to - from, batch.size() - from},
+                  out + from * table_.spec.dim);
   });
   if (!all_resident) lookup_missing(batch, frames, batch.placement().entries.data(), touch, out);
 }
@@ -114,7 +115,8 @@ size_t RowReader::copy_resident_ids(const int64_t* ids, size_t n, bool touch, fl
   if (touch) table_.store->rows().count_hits(hits);
   size_t num_missing = 0;
   for (size_t block = 0; block < blocks; ++block) {
-    for (uint32_t i = 0; i < table_.scratch.missing_counts[block]; ++i) table_.scratch.missing[num_missing++] = table_.scratch.missing[block * kBlockIds + i];
+    for (uint32_t i = 0; i < table_.scratch.missing_counts[block]; ++i)
+      table_.scratch.missing[num_missing++] = table_.scratch.missing[block * kBlockIds + i];
   }
   return num_missing;
 }
@@ -145,13 +147,15 @@ void RowReader::copy_resident(const uint32_t* frames, const uint32_t* index, Cop
   static_assert(kNoFrame == RowPlaces::kNowhere);
   const Cache& cache = table_.store->cache();
   const std::byte* const weights = cache.record(0) + table_.fields[0].offset;
-  kernels().gather_rows(table_.spec.dtype, table_.spec.dim, {weights, cache.stride(), frames, index, static_cast<int64_t>(rows.n),
-                                                    static_cast<int64_t>(rows.known)}, out);
+  kernels().gather_rows(
+      table_.spec.dtype, table_.spec.dim,
+      {weights, cache.stride(), frames, index, static_cast<int64_t>(rows.n), static_cast<int64_t>(rows.known)}, out);
 }
 
 // Looks up the batch's unique rows that are not in RAM: those with kNoFrame, or all when `frames` is null. Computes
 // initial rows in `out`, and reads stored ones. `entries`: the directory entries of these rows.
-void RowReader::lookup_missing(const Batch& batch, const uint32_t* frames, const Entry* entries, bool touch, float* out) {
+void RowReader::lookup_missing(const Batch& batch, const uint32_t* frames, const Entry* entries, bool touch,
+                               float* out) {
   const size_t dim = table_.spec.dim;
   Store& store = *table_.store;
   const auto places_of = [&](size_t u, auto&& visit) {
@@ -193,7 +197,8 @@ void RowReader::lookup_missing(const Batch& batch, const uint32_t* frames, const
       store.fetch(scratch.missing_ids.data(), count, frame_bytes, scratch.records.data());
     }
     for (size_t i = 0; i < count; ++i) {
-      const std::byte* record = touch ? store.cache().record(scratch.frames[i]) : scratch.records.data() + i * frame_bytes;
+      const std::byte* record =
+          touch ? store.cache().record(scratch.frames[i]) : scratch.records.data() + i * frame_bytes;
       places_of(stored[begin + i], [&](size_t place) { widen(record, out + place * dim); });
     }
     if (touch) store.unpin(scratch.frames.data(), count);
@@ -228,8 +233,10 @@ void RowReader::get(const int64_t* ids, size_t n, size_t field, float* out) {
   for (size_t begin = 0; begin < n; begin += piece) {
     const size_t count = std::min(piece, n - begin);
     table_.assign_checked(&table_.scratch.batch, ids + begin, count);
-    table_.scratch.records.resize(std::max(table_.scratch.records.size(), table_.scratch.batch.num_unique() * record_bytes));
-    table_.store->fetch(table_.scratch.batch.unique().data(), table_.scratch.batch.num_unique(), record_bytes, table_.scratch.records.data());
+    table_.scratch.records.resize(
+        std::max(table_.scratch.records.size(), table_.scratch.batch.num_unique() * record_bytes));
+    table_.store->fetch(table_.scratch.batch.unique().data(), table_.scratch.batch.num_unique(), record_bytes,
+                        table_.scratch.records.data());
     for (size_t i = 0; i < count; ++i) {
       const std::byte* record = table_.scratch.records.data() + table_.scratch.batch.inverse()[i] * record_bytes;
       read_field(f, record, out + (begin + i) * f.length);
@@ -248,7 +255,8 @@ void RowReader::gather_records(const int64_t* ids, size_t n, std::byte* records)
   device_.require_directory(ids, n);
   const size_t piece = table_.piece_ids();
   for (size_t begin = 0; begin < n; begin += piece) {
-    table_.store->fetch_counted(ids + begin, std::min(piece, n - begin), table_.payload_bytes, records + begin * table_.payload_bytes);
+    table_.store->fetch_counted(ids + begin, std::min(piece, n - begin), table_.payload_bytes,
+                                records + begin * table_.payload_bytes);
   }
 }
 

@@ -25,8 +25,9 @@ constexpr size_t kCopyBlockBytes = 64u << 10;  // bytes that one thread copies a
 }  // namespace
 
 Error changed_during_search(const std::string& name) {
-  return Error(ErrorKind::kBroken, "table '" + name + "' was changed while its rows to remove were searched; sweep it between two "
-                                   "steps; nothing was changed");
+  return Error(ErrorKind::kBroken, "table '" + name +
+                                       "' was changed while its rows to remove were searched; sweep it between two "
+                                       "steps; nothing was changed");
 }
 
 // Throws an error that names the gradient that is not finite, or the id whose gradients overflow when summed.
@@ -73,7 +74,8 @@ TableLock::Guard RowWriter::lock_to_write(const int64_t* ids, size_t n, const Ba
 RowWriter::Step RowWriter::next_step(std::optional<double> lr, std::optional<int64_t> step) const {
   const double rate = lr.value_or(table_.spec.optimizer.lr);
   if (!std::isfinite(rate) || rate < 0) {
-    throw Error(ErrorKind::kInvalid, "table '" + table_.name + "': lr must be finite and at least 0, got " + std::to_string(rate));
+    throw Error(ErrorKind::kInvalid,
+                "table '" + table_.name + "': lr must be finite and at least 0, got " + std::to_string(rate));
   }
   // One below the largest, so that the next step is an int64, too.
   constexpr int64_t kLastStep = std::numeric_limits<int64_t>::max() - 1;
@@ -83,12 +85,14 @@ RowWriter::Step RowWriter::next_step(std::optional<double> lr, std::optional<int
                                          "], got " + std::to_string(number) + "; nothing was changed");
   }
   if (table_.has_usage && table_.spec.retention.clock == AgeClock::kStep && number < table_.step) {
-    throw Error(ErrorKind::kInvalid, "table '" + table_.name + "': step " + std::to_string(number) + " is before step " +
-                                         std::to_string(table_.step) + ", which the table has taken; the steps of a table "
+    throw Error(ErrorKind::kInvalid, "table '" + table_.name + "': step " + std::to_string(number) +
+                                         " is before step " + std::to_string(table_.step) +
+                                         ", which the table has taken; the steps of a table "
                                          "whose rows expire by step cannot go back; nothing was changed");
   }
   if (table_.now() < 0) {
-    throw Error(ErrorKind::kInvalid, "table '" + table_.name + "': its rows expire by clock=\"event\", which was not set; assign "
+    throw Error(ErrorKind::kInvalid, "table '" + table_.name +
+                                         "': its rows expire by clock=\"event\", which was not set; assign "
                                          "table.clock before the first update; nothing was changed");
   }
   std::optional<Admission> admission;
@@ -140,7 +144,7 @@ void RowWriter::update(const Batch& batch, const float* sums, std::optional<doub
 }
 
 void RowWriter::update(const int64_t* ids, size_t n, const float* grads, std::optional<double> lr,
-                   std::optional<int64_t> step) {
+                       std::optional<int64_t> step) {
   const auto guard = begin_update(ids, n, nullptr);
   const Step next = next_step(lr, step);
   const size_t dim = table_.spec.dim;
@@ -193,8 +197,8 @@ void RowWriter::note_step(std::byte* record, int64_t now) const {
 }
 
 // Pins the batch's rows, as many at a time as the cache holds, and applies the step to each row once. Where the cache
-// does not hold them all, rows that are in RAM come first: they are the last ones that the step's lookup read. Rows that
-// the step does not admit get no frame, and their gradients are dropped.
+// does not hold them all, rows that are in RAM come first: they are the last ones that the step's lookup read. Rows
+// that the step does not admit get no frame, and their gradients are dropped.
 void RowWriter::apply_update(const Batch& batch, const float* grads, const float* sums, const Step& step, bool* wrote) {
   const size_t dim = table_.spec.dim;
   Cache& cache = table_.store->cache();
@@ -313,8 +317,8 @@ void RowWriter::set(const int64_t* ids, size_t n, size_t field, const float* val
 
 // Commits need not end first, but rows that a device cache holds are written back: a sweep deletes rows of all ages.
 Erased RowWriter::erase(const int64_t* ids, size_t n, std::optional<uint64_t> changes) {
-  const auto guard = device_.lock_written_back([&]()
-      NO_THREAD_SAFETY_ANALYSIS { return disk_.lock_for_tombstones(ids, n); });
+  const auto guard =
+      device_.lock_written_back([&]() NO_THREAD_SAFETY_ANALYSIS { return disk_.lock_for_tombstones(ids, n); });
   if (changes.has_value() && *changes != table_.changes) {
     throw changed_during_search(table_.name);
   }
@@ -352,9 +356,9 @@ void RowWriter::require_distinct(const int64_t* ids, size_t n) {
       size_t slot = slot_of(ids[i]);
       while (seen[slot] != kFree && seen[slot] != ids[i]) slot = (slot + 1) & (capacity - 1);
       if (seen[slot] == ids[i]) {
-        throw Error(ErrorKind::kInvalid, "table '" + table_.name + "': records to scatter name an id twice: " +
-                                             std::to_string(ids[i]) + ", again at position " + std::to_string(i) +
-                                             "; nothing was changed");
+        throw Error(ErrorKind::kInvalid, "table '" + table_.name +
+                                             "': records to scatter name an id twice: " + std::to_string(ids[i]) +
+                                             ", again at position " + std::to_string(i) + "; nothing was changed");
       }
       seen[slot] = ids[i];
     }
@@ -376,14 +380,14 @@ void RowWriter::scatter_records(const int64_t* ids, size_t n, const std::byte* r
       *wrote = true;
       const Cache& cache = table_.store->cache();
       const size_t bytes = table_.payload_bytes;
-      parallel_for(count, std::max<size_t>(16, kCopyBlockBytes / bytes), [&](size_t from, size_t to)
-          REQUIRES(table_.lock) {
-        constexpr size_t kAhead = 6;
-        for (size_t i = from; i < to; ++i) {
-          if (i + kAhead < to) cache.prefetch_record(frames[i + kAhead], bytes);
-          std::memcpy(cache.record(frames[i]), records + (begin + i) * bytes, bytes);
-        }
-      });
+      parallel_for(count, std::max<size_t>(16, kCopyBlockBytes / bytes),
+                   [&](size_t from, size_t to) REQUIRES(table_.lock) {
+                     constexpr size_t kAhead = 6;
+                     for (size_t i = from; i < to; ++i) {
+                       if (i + kAhead < to) cache.prefetch_record(frames[i + kAhead], bytes);
+                       std::memcpy(cache.record(frames[i]), records + (begin + i) * bytes, bytes);
+                     }
+                   });
       table_.store->mark_dirty(frames.data(), count);
       table_.store->unpin(frames.data(), count);
       begin += count;

@@ -49,7 +49,9 @@ class RowWriter {
     int64_t number;
     StepConstants constants;
     std::optional<Admission> admission;
-    const Admission* draws() const { return admission.has_value() ? &*admission : nullptr; }  // null: every row is stored
+    const Admission* draws() const {
+      return admission.has_value() ? &*admission : nullptr;
+    }  // null: every row is stored
   };
   // lock_to_write() and begin_update() take the lock. All others require it.
   TableLock::Guard lock_to_write(const int64_t* ids, size_t n, const Batch* batch) RETURNS_LOCKED(table_.lock);

@@ -18,7 +18,8 @@ namespace bunkbed {
 
 class Snapshots {
  public:
-  Snapshots(TableState& table, DeviceLink& device, FileCollector& collector, Committer& committer, RamSnapshots& ram, Loader& loader)
+  Snapshots(TableState& table, DeviceLink& device, FileCollector& collector, Committer& committer, RamSnapshots& ram,
+            Loader& loader)
       : table_(table), device_(device), collector_(collector), committer_(committer), ram_(ram), loader_(loader) {}
   Snapshots(const Snapshots&) = delete;
   Snapshots& operator=(const Snapshots&) = delete;

@@ -39,7 +39,8 @@ void Table::lookup_bags(const int64_t* ids, size_t n, const int64_t* offsets, si
 void Table::get(const int64_t* ids, size_t n, size_t field, float* out) { parts_->reader.get(ids, n, field, out); }
 void Table::contains(const int64_t* ids, size_t n, bool* out) { parts_->reader.contains(ids, n, out); }
 
-void Table::update(const int64_t* ids, size_t n, const float* grads, std::optional<double> lr, std::optional<int64_t> step) {
+void Table::update(const int64_t* ids, size_t n, const float* grads, std::optional<double> lr,
+                   std::optional<int64_t> step) {
   parts_->writer.update(ids, n, grads, lr, step);
 }
 void Table::update(const Batch& batch, const float* sums, std::optional<double> lr, std::optional<int64_t> step) {
@@ -62,7 +63,9 @@ Erased Table::erase(const int64_t* ids, size_t n, std::optional<uint64_t> change
 
 void Table::stage(const int64_t* ids, size_t n) { parts_->prefetcher.stage(ids, n); }
 uint32_t Table::expect(const int64_t* ids, size_t n, uint32_t most) { return parts_->prefetcher.expect(ids, n, most); }
-void Table::advance(uint32_t over, uint32_t current, uint32_t depth) { parts_->prefetcher.advance(over, current, depth); }
+void Table::advance(uint32_t over, uint32_t current, uint32_t depth) {
+  parts_->prefetcher.advance(over, current, depth);
+}
 void Table::forget(uint32_t batch) { parts_->prefetcher.forget(batch); }
 
 // ---- The device cache
@@ -71,13 +74,17 @@ namespace {
 
 // A device cache stores every row of its frames that a step changed.
 Error no_device_cache_with_admission(const std::string& name) {
-  return Error(ErrorKind::kInvalid, "table '" + name + "': admit= does not work with a device cache, which stores every row that a step "
-                                    "names; give the layer no device_cache=, or make the table without admit=");
+  return Error(ErrorKind::kInvalid,
+               "table '" + name +
+                   "': admit= does not work with a device cache, which stores every row that a step "
+                   "names; give the layer no device_cache=, or make the table without admit=");
 }
 
 }  // namespace
 
-void Table::gather_records(const int64_t* ids, size_t n, std::byte* records) { parts_->reader.gather_records(ids, n, records); }
+void Table::gather_records(const int64_t* ids, size_t n, std::byte* records) {
+  parts_->reader.gather_records(ids, n, records);
+}
 void Table::scatter_records(const int64_t* ids, size_t n, const std::byte* records) {
   parts_->writer.scatter_records(ids, n, records);
 }
@@ -177,7 +184,8 @@ void Table::set_optimizer(const OptimizerSpec& optimizer) {
   TableState& t = parts_->state;
   const auto guard = t.lock.exclusive(TableLock::Commits::kMayRun);
   t.require_usable();
-  if (optimizer.kind != t.spec.optimizer.kind || optimizer.initial_accumulator != t.spec.optimizer.initial_accumulator ||
+  if (optimizer.kind != t.spec.optimizer.kind ||
+      optimizer.initial_accumulator != t.spec.optimizer.initial_accumulator ||
       optimizer.state_dtype != t.spec.optimizer.state_dtype) {
     throw Error(ErrorKind::kInvalid, "table '" + t.name + "': its slots cannot change");
   }
@@ -214,12 +222,14 @@ void Table::set_clock(int64_t now) {
   const auto guard = t.lock.work();
   t.require_writable();
   if (t.spec.retention.clock != AgeClock::kEvent) {
-    throw Error(ErrorKind::kInvalid, "table '" + t.name + "': its clock is its step, which cannot be set; only a table that is "
+    throw Error(ErrorKind::kInvalid, "table '" + t.name +
+                                         "': its clock is its step, which cannot be set; only a table that is "
                                          "made with clock=\"event\" has another clock");
   }
   if (now < t.event_clock) {
-    throw Error(ErrorKind::kInvalid, "table '" + t.name + "': the clock cannot go back from " + std::to_string(t.event_clock) +
-                                         " to " + std::to_string(now) + "; nothing was changed");
+    throw Error(ErrorKind::kInvalid, "table '" + t.name + "': the clock cannot go back from " +
+                                         std::to_string(t.event_clock) + " to " + std::to_string(now) +
+                                         "; nothing was changed");
   }
   t.is_changed |= now != t.event_clock;
   t.event_clock = now;

@@ -35,10 +35,11 @@ struct TableStats {
   LogStats log;
   uint64_t lookups = 0, updates = 0, ids = 0, commits = 0;
   uint64_t compactions = 0, compacted_records = 0;
-  uint64_t ram_bytes = 0, ram_budget_bytes = 0, frames = 0, frame_capacity = 0, dirty_rows = 0, stored_rows = 0, directory_bytes = 0;
+  uint64_t ram_bytes = 0, ram_budget_bytes = 0, frames = 0, frame_capacity = 0, dirty_rows = 0, stored_rows = 0,
+           directory_bytes = 0;
   uint64_t disk_bytes = 0, disk_limit_bytes = 0, snapshot_bytes = 0;
-  uint64_t tombstones = 0;  // in the log
-  uint64_t counted_ids = 0;  // ids that steps have named and not stored yet; of a reader, those of its commit
+  uint64_t tombstones = 0;      // in the log
+  uint64_t counted_ids = 0;     // ids that steps have named and not stored yet; of a reader, those of its commit
   uint64_t written_counts = 0;  // to the log
   uint64_t live_bytes = 0, segments = 0, open_files = 0, checkpoint_bytes = 0;
   uint64_t indexed_records = 0;  // records that opening, refresh() and rewind() replayed to find the rows
@@ -87,14 +88,13 @@ class Table {
   void get(const int64_t* ids, size_t n, size_t field, float* out);           // out: (n, length of the field)
   void set(const int64_t* ids, size_t n, size_t field, const float* values);  // the last of equal ids wins
   void contains(const int64_t* ids, size_t n, bool* out);
-  // Deletes rows: each looks up as its initial row again, with fresh optimizer state. Ids may be repeated; those of rows
-  // that are not stored are skipped.
-  // `changes`: throws if the number of changes is another one by now.
+  // Deletes rows: each looks up as its initial row again, with fresh optimizer state. Ids may be repeated; those of
+  // rows that are not stored are skipped. `changes`: throws if the number of changes is another one by now.
   Erased erase(const int64_t* ids, size_t n, std::optional<uint64_t> changes = std::nullopt);
 
   // ---- For a device cache: whole records, and rows whose newest value it has (see holder.h). A commit, scan or rewind
   // first makes it write these rows back.
-  void gather_records(const int64_t* ids, size_t n, std::byte* records);         // (n, payload_bytes)
+  void gather_records(const int64_t* ids, size_t n, std::byte* records);  // (n, payload_bytes)
   // The ids are distinct. The device cache holds all of these rows (a write-back) or none.
   void scatter_records(const int64_t* ids, size_t n, const std::byte* records);
   // Attaches a device cache, one at a time. Null detaches it, and drops the rows that it holds. `write_back` is called
@@ -103,7 +103,8 @@ class Table {
 
   // ---- Durability
   // The commit is durable when it returns. Other threads' calls go on meanwhile. See jobs/committer.h. A table in RAM
-  // only and a scratch table count the epoch and store `meta`. The former keeps copies under a name, the latter refuses.
+  // only and a scratch table count the epoch and store `meta`. The former keeps copies under a name, the latter
+  // refuses.
   uint64_t commit(const std::optional<std::string>& meta, const std::string& keep);
   // Starts the writes of the next commit: appends dirty records to the log while its buffers have room. Makes nothing
   // durable. Does nothing with a disk limit. Useful after set() of rows that will not change again before the commit.

@@ -68,13 +68,12 @@ void check_throws(Run run, ErrorKind kind, const std::string& part, const char* 
 
 }  // namespace bunkbed::test
 
-#define TEST(name)                                                                     \
-  static void test_##name();                                                           \
+#define TEST(name)                                                                    \
+  static void test_##name();                                                          \
   static const ::bunkbed::test::Registration registration_##name(#name, test_##name); \
   static void test_##name()
 
-#define CHECK(condition) \
-  ((condition) ? (void)0 : ::bunkbed::test::fail(__FILE__, __LINE__, "CHECK(" #condition ")"))
+#define CHECK(condition) ((condition) ? (void)0 : ::bunkbed::test::fail(__FILE__, __LINE__, "CHECK(" #condition ")"))
 #define CHECK_EQ(a, b) ::bunkbed::test::check_equal((a), (b), #a " == " #b, __FILE__, __LINE__)
 #define CHECK_THROWS(statement, kind, part) \
   ::bunkbed::test::check_throws([&] { statement; }, (kind), (part), __FILE__, __LINE__)

@@ -1,5 +1,5 @@
-// Runs every test case, or those whose name contains one of the arguments. With `--apart` as the first argument each runs
-// in a process of its own and is named when it starts: an emulator that gives no memory back runs them all so.
+// Runs every test case, or those whose name contains one of the arguments. With `--apart` as the first argument each
+// runs in a process of its own and is named when it starts: an emulator that gives no memory back runs them all so.
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>

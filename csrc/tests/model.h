@@ -95,7 +95,8 @@ inline void check_table_is(Table* table, const Rows& expected, const std::string
   for (const auto& [id, times] : seen) CHECK_EQ(times, 1);
 }
 
-inline std::unique_ptr<Table> open_table(vfs::Vfs& vfs, const std::string& path, size_t ram_bytes, bool writable = true) {
+inline std::unique_ptr<Table> open_table(vfs::Vfs& vfs, const std::string& path, size_t ram_bytes,
+                                         bool writable = true) {
   OpenOptions options;
   options.ram_bytes = ram_bytes;
   options.writable = writable;

@@ -30,9 +30,7 @@ class Sampler {
     return z ^ (z >> 31);
   }
 
-  float uniform(float low, float high) {
-    return low + (high - low) * (static_cast<float>(bits() >> 40) * 0x1p-24f);
-  }
+  float uniform(float low, float high) { return low + (high - low) * (static_cast<float>(bits() >> 40) * 0x1p-24f); }
 
   // Any finite float32, zeros and subnormals included.
   float finite() {
@@ -45,12 +43,18 @@ class Sampler {
   // Mostly of ordinary size, now and then zero, subnormal, tiny or large.
   float mixed() {
     switch (bits() % 16) {
-      case 0: return 0.0f;
-      case 1: return -0.0f;
-      case 2: return std::bit_cast<float>(static_cast<uint32_t>(bits() >> 41));  // subnormal
-      case 3: return uniform(-1e-20f, 1e-20f);
-      case 4: return uniform(-1e15f, 1e15f);
-      default: return uniform(-2.0f, 2.0f);
+      case 0:
+        return 0.0f;
+      case 1:
+        return -0.0f;
+      case 2:
+        return std::bit_cast<float>(static_cast<uint32_t>(bits() >> 41));  // subnormal
+      case 3:
+        return uniform(-1e-20f, 1e-20f);
+      case 4:
+        return uniform(-1e15f, 1e15f);
+      default:
+        return uniform(-2.0f, 2.0f);
     }
   }
 

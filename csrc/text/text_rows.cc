@@ -132,7 +132,8 @@ Fields fields(std::string_view text, const int64_t* ends, size_t lines, char sep
     const bool is_there = field == column;
     const size_t cut = line.find(separator);
     found.words.add(is_there ? line.substr(0, cut) : std::string_view());
-    const size_t behind = cut == std::string_view::npos ? end : static_cast<size_t>(line.data() - text.data()) + cut + 1;
+    const size_t behind =
+        cut == std::string_view::npos ? end : static_cast<size_t>(line.data() - text.data()) + cut + 1;
     found.behind.push_back(is_there ? static_cast<int64_t>(behind) : -1);
     begin = end;
   }

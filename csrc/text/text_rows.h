@@ -32,7 +32,9 @@ class WordsView {
   WordsView(std::string_view text, const int64_t* ends, size_t count);
   size_t size() const { return count_; }
   size_t begin(size_t i) const { return i == 0 ? 0 : static_cast<size_t>(ends_[i - 1]) + 1; }
-  std::string_view operator[](size_t i) const { return text_.substr(begin(i), static_cast<size_t>(ends_[i]) - begin(i)); }
+  std::string_view operator[](size_t i) const {
+    return text_.substr(begin(i), static_cast<size_t>(ends_[i]) - begin(i));
+  }
 
  private:
   std::string_view text_;

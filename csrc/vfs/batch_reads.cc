@@ -38,8 +38,10 @@ Io io_of(const std::string& name) {
   const int error_number = probe_uring();
   if (error_number == 0) return Io::kUring;
   if (name == "auto") return Io::kThreads;
-  throw Error(ErrorKind::kSystem, std::string("io_uring is not to be had here: ") + std::strerror(error_number) +
-                                      "; choose 'auto' or 'threads' (BUNKBED_IO, set_io)", error_number);
+  throw Error(ErrorKind::kSystem,
+              std::string("io_uring is not to be had here: ") + std::strerror(error_number) +
+                  "; choose 'auto' or 'threads' (BUNKBED_IO, set_io)",
+              error_number);
 }
 
 std::atomic<Io>& io_setting() {
@@ -124,8 +126,8 @@ Ring* ReadLane::ring() {
 // wake() submits readers to the I/O pool. A reader leaves when the source has no reads. Before it leaves, it checks
 // under the lock whether wake() was called since it last asked the source. So no read stays undone.
 //
-// With a ring there is one reader, its driver, which uses all the memory. When it meets a file without a descriptor, the
-// stream uses threads from then on.
+// With a ring there is one reader, its driver, which uses all the memory. When it meets a file without a descriptor,
+// the stream uses threads from then on.
 struct ReadStream::State : std::enable_shared_from_this<State> {
   State(ReadSource& source_of_reads, ReadLane& lane_of_stream)
       : source(source_of_reads),
@@ -224,7 +226,7 @@ struct ReadStream::State : std::enable_shared_from_this<State> {
   const ReadLane& lane;
   std::byte* const memory;
   Mutex mutex;
-  Ring* ring;        // null: threads read
+  Ring* ring;  // null: threads read
   std::condition_variable idle;
   std::condition_variable more_slices;
   SliceMap free_slices GUARDED_BY(mutex);
@@ -279,7 +281,8 @@ void ReadStream::finish() {
   while (!state.is_idle()) lock.wait(state.idle);
 }
 
-void read_all(ReadSource& source, size_t num_ops, size_t num_bytes, ReadLane& lane, const std::function<void()>& meanwhile) {
+void read_all(ReadSource& source, size_t num_ops, size_t num_bytes, ReadLane& lane,
+              const std::function<void()>& meanwhile) {
   ReadStream stream(source, lane);
   // The caller reads too after `meanwhile`.
   if (meanwhile) {

@@ -109,8 +109,8 @@ class ReadStream {
 
   // The source has about `num_ops` reads more. Any thread; returns at once. The caller may hold the source's lock.
   void wake(size_t num_ops);
-  // Like wake(), for a caller that soon calls finish() on the same thread. Reads of `num_bytes` in all that fit into the
-  // lane's memory then need no other thread.
+  // Like wake(), for a caller that soon calls finish() on the same thread. Reads of `num_bytes` in all that fit into
+  // the lane's memory then need no other thread.
   void begin(size_t num_ops, size_t num_bytes);
   // Reads on the calling thread until the source has no reads, then waits for the other readers.
   void finish();
@@ -120,8 +120,10 @@ class ReadStream {
   std::shared_ptr<State> state_;
 };
 
-// Carries out all reads of `source`, about `num_ops` of `num_bytes` in all. `meanwhile` runs on the calling thread while other threads read;
-// its exception is thrown again once no read is under way. The source handles errors of reads.
-void read_all(ReadSource& source, size_t num_ops, size_t num_bytes, ReadLane& lane, const std::function<void()>& meanwhile);
+// Carries out all reads of `source`, about `num_ops` of `num_bytes` in all. `meanwhile` runs on the calling thread
+// while other threads read; its exception is thrown again once no read is under way. The source handles errors of
+// reads.
+void read_all(ReadSource& source, size_t num_ops, size_t num_bytes, ReadLane& lane,
+              const std::function<void()>& meanwhile);
 
 }  // namespace bunkbed::vfs

@@ -13,12 +13,13 @@
 namespace bunkbed::vfs {
 
 struct OpenFiles {
-  Mutex mutex;  // guards also the state of every CachedFile
+  Mutex mutex;                                        // guards also the state of every CachedFile
   std::list<CachedFile*> closable GUARDED_BY(mutex);  // open and may be closed; the least recently used first
   size_t num_open GUARDED_BY(mutex) = 0;
 
-  void put_last(CachedFile* file, std::list<CachedFile*>* from)
-      REQUIRES(mutex) { closable.splice(closable.end(), *from, file->place_); }
+  void put_last(CachedFile* file, std::list<CachedFile*>* from) REQUIRES(mutex) {
+    closable.splice(closable.end(), *from, file->place_);
+  }
   void take_out(CachedFile* file) REQUIRES(mutex) { file->node_.splice(file->node_.begin(), closable, file->place_); }
 
   // Takes the files above the limit out of their CachedFiles. The caller closes them without the mutex.
@@ -121,7 +122,8 @@ std::shared_ptr<File> CachedFile::opened(bool must_stay) {
     }
     again = vfs_.open(path_, true);  // without the mutex: another thread may have done the same meanwhile
     if (again->identity() == identity_) continue;
-    throw Error(ErrorKind::kCorruption, "file " + path_ + " was replaced by another one while its table was open; close "
+    throw Error(ErrorKind::kCorruption, "file " + path_ +
+                                            " was replaced by another one while its table was open; close "
                                             "the table, put the file back and open the table again");
   }
 }

@@ -66,7 +66,7 @@ void PowerlossVfs::adopt(const std::string& path, uint32_t inode) {
     const uint32_t number = num_inodes_++;
     inodes_[child] = number;
     first_entries_[inode][name] = number;
-    struct stat info {};
+    struct stat info{};
     if (::lstat(child.c_str(), &info) == 0 && S_ISDIR(info.st_mode)) {
       adopt(child, number);
       continue;
@@ -80,14 +80,22 @@ void PowerlossVfs::adopt(const std::string& path, uint32_t inode) {
 
 const char* PowerlossVfs::kind_name(Kind kind) {
   switch (kind) {
-    case Kind::kWrite: return "write";
-    case Kind::kTruncate: return "truncate";
-    case Kind::kSync: return "sync";
-    case Kind::kCreate: return "create";
-    case Kind::kLink: return "link";
-    case Kind::kRemove: return "remove";
-    case Kind::kMakeDirectory: return "mkdir";
-    case Kind::kSyncDirectory: return "sync_directory";
+    case Kind::kWrite:
+      return "write";
+    case Kind::kTruncate:
+      return "truncate";
+    case Kind::kSync:
+      return "sync";
+    case Kind::kCreate:
+      return "create";
+    case Kind::kLink:
+      return "link";
+    case Kind::kRemove:
+      return "remove";
+    case Kind::kMakeDirectory:
+      return "mkdir";
+    case Kind::kSyncDirectory:
+      return "sync_directory";
   }
   return "";
 }
@@ -295,7 +303,8 @@ bool PowerlossVfs::is_ignored(const Event& sync, const std::vector<const Event*>
       continue;
     }
     const auto is_of = [&](const Event* event) {
-      return event->parent == sync.inode && begins_with(event->name, rule.name) && kind_name(event->kind) == rule.change;
+      return event->parent == sync.inode && begins_with(event->name, rule.name) &&
+             kind_name(event->kind) == rule.change;
     };
     // The code syncs a directory for a link in another place than for a new file: a rule for "create" skips the former.
     const auto is_link = [&](const Event* event) { return event->parent == sync.inode && event->kind == Kind::kLink; };

@@ -79,7 +79,7 @@ class PowerlossVfs final : public Vfs {
   struct Event {
     Kind kind;
     uint64_t begin;
-    uint64_t end;  // ~0: not yet
+    uint64_t end;    // ~0: not yet
     uint32_t inode;  // of the file; of a directory for kSyncDirectory and kMakeDirectory
     uint32_t parent = 0;
     std::string name;

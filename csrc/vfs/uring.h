@@ -12,8 +12,8 @@ namespace bunkbed::vfs {
 // Used by one thread at a time.
 class Ring {
  public:
-  // Makes a ring over the memory of the lane, with its max_reads() in flight. Returns null where the kernel has no io_uring or
-  // refuses it (a container's filter, a sysctl, too many open files); `error_number` is then the reason.
+  // Makes a ring over the memory of the lane, with its max_reads() in flight. Returns null where the kernel has no
+  // io_uring or refuses it (a container's filter, a sysctl, too many open files); `error_number` is then the reason.
   static std::unique_ptr<Ring> make(ReadLane& lane, int* error_number);
   virtual ~Ring() = default;
 

@@ -60,10 +60,8 @@ inline void normal_group(const PhiloxWords& words, float std, float* __restrict 
     const int32_t bits = __builtin_bit_cast(int32_t, n);
     const int32_t exponent = (bits - 0x3f3504f3) >> 23;
     const float s = __builtin_bit_cast(float, bits - (exponent << 23)) - 1.0f;
-    const float q =
-        kQ0 + s * (kQ1 + s * (kQ2 + s * (kQ3 + s * (kQ4 + s * (kQ5 + s * (kQ6 + s * kQ7))))));
-    const float length =
-        __builtin_sqrtf(static_cast<float>(exponent - 24) * kMinusTwoLn2 + s * q) * std;
+    const float q = kQ0 + s * (kQ1 + s * (kQ2 + s * (kQ3 + s * (kQ4 + s * (kQ5 + s * (kQ6 + s * kQ7))))));
+    const float length = __builtin_sqrtf(static_cast<float>(exponent - 24) * kMinusTwoLn2 + s * q) * std;
 
     const uint32_t v = words.odd[p];
     const float y = static_cast<float>((static_cast<int32_t>(v << 2) >> 8) | 1) * 0x1p-23f;
@@ -71,8 +69,7 @@ inline void normal_group(const PhiloxWords& words, float std, float* __restrict 
     const float sine = y * (kS0 + z * (kS1 + z * (kS2 + z * kS3)));
     const float cosine = kC0 + z * (kC1 + z * (kC2 + z * kC3));
 
-    const float radius =
-        __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, length) ^ (v & 0x80000000u));
+    const float radius = __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, length) ^ (v & 0x80000000u));
     const bool is_reflected = (v & 0x40000000u) != 0;
     out[2 * p] = (is_reflected ? sine : cosine) * radius;
     out[2 * p + 1] = (is_reflected ? cosine : sine) * radius;

@@ -27,9 +27,11 @@ namespace {
 
 // The checksum does not depend on the level; kernels.cc fills it in.
 constexpr Kernels make_kernels(Simd level) {
-  return Kernels{level,     init_row,  update_row, update_rows, update_narrow, add_row,        add_scaled_row, sum_rows,
-                 pool_rows, gather_rows, scale_row, all_finite, dot,           sum_of_squares, widen,          narrow_nearest,
-                 narrow_stochastic, bpr_row, pair_grad_row, count_reaching, nullptr};
+  return Kernels{level,          init_row,          update_row, update_rows,    update_narrow,
+                 add_row,        add_scaled_row,    sum_rows,   pool_rows,      gather_rows,
+                 scale_row,      all_finite,        dot,        sum_of_squares, widen,
+                 narrow_nearest, narrow_stochastic, bpr_row,    pair_grad_row,  count_reaching,
+                 nullptr};
 }
 
 }  // namespace

@@ -33,9 +33,9 @@ inline float log1p_of_fraction(float t) {
   const float s = t / (2.0f + t);
   const float z = s * s;
   const float tail =
-      z * (0x1.555556p-2f +
-           z * (0x1.99999ap-3f +
-                z * (0x1.24924ap-3f + z * (0x1.c71c72p-4f + z * (0x1.745d18p-4f + z * 0x1.3b13b2p-4f)))));
+      z *
+      (0x1.555556p-2f +
+       z * (0x1.99999ap-3f + z * (0x1.24924ap-3f + z * (0x1.c71c72p-4f + z * (0x1.745d18p-4f + z * 0x1.3b13b2p-4f)))));
   return (s + s) * (1.0f + tail);
 }
 

@@ -30,7 +30,7 @@ inline void update_sgd(const StepConstants& step, int64_t dim, const float* __re
 
 template <bool kCoupled, bool kDecoupled>
 inline void update_adagrad(const StepConstants& step, int64_t dim, const float* __restrict grad,
-                    float* __restrict weight, float* __restrict sum) {
+                           float* __restrict weight, float* __restrict sum) {
   for (int64_t i = 0; i < dim; ++i) {
     const float w = kept_weight<kDecoupled>(step, weight[i]);
     const float g = decayed_grad<kCoupled>(step, grad[i], w);
@@ -63,7 +63,7 @@ inline float add_mean_square(const StepConstants& step, int64_t dim, float squar
 
 template <bool kCoupled, bool kDecoupled>
 inline void scale_and_step(const StepConstants& step, int64_t dim, float multiplier, const float* __restrict grad,
-                    float* __restrict weight) {
+                           float* __restrict weight) {
   for (int64_t i = 0; i < dim; ++i) {
     const float w = kept_weight<kDecoupled>(step, weight[i]);
     const float g = decayed_grad<kCoupled>(step, grad[i], w);
@@ -82,7 +82,7 @@ void update_rowwise_adagrad(const StepConstants& step, int64_t dim, const float*
 
 template <bool kCoupled, bool kDecoupled>
 inline void update_adam(const StepConstants& step, int64_t dim, const float* __restrict grad, float* __restrict weight,
-                 float* __restrict exp_avg, float* __restrict exp_avg_sq) {
+                        float* __restrict exp_avg, float* __restrict exp_avg_sq) {
   for (int64_t i = 0; i < dim; ++i) {
     const float w = kept_weight<kDecoupled>(step, weight[i]);
     const float g = decayed_grad<kCoupled>(step, grad[i], w);

@@ -59,7 +59,8 @@ struct PhiloxState {
 // in their first block only. One after the other they would stall on the multiplier, as each round needs the one
 // before.
 template <size_t kGroups, typename KeyOfRound>
-inline void philox_rounds(KeyOfRound key_of, int64_t id, const uint32_t* first_blocks, uint32_t extra, PhiloxState* groups) {
+inline void philox_rounds(KeyOfRound key_of, int64_t id, const uint32_t* first_blocks, uint32_t extra,
+                          PhiloxState* groups) {
   static constexpr uint64_t kIota[kGroupBlocks] = {0, 1, 2, 3, 4, 5, 6, 7};
   constexpr size_t kVectors = PhiloxState::kVectors;
   const auto id_bits = static_cast<uint64_t>(id);

@@ -28,7 +28,7 @@ inline void pool_columns(const PoolRun& run, DType dtype, int64_t row_bytes, int
     for (int64_t v = 0; v < kVectors; ++v) acc[v] = load_floats(out + column + v * kPoolWidth);
   }
   const auto add = [&](int64_t i, bool is_first) {
-    if (column == 0) prefetch_row<kWidth * (kIsWide ? 4 : 2)>(rows[i + kPoolAhead], row_bytes);
+    if (column == 0) prefetch_row<kWidth*(kIsWide ? 4 : 2)>(rows[i + kPoolAhead], row_bytes);
     alignas(64) float widened[kIsWide ? 1 : kWidth];
     const float* row;
     if constexpr (kIsWide) {

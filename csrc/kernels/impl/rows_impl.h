@@ -57,8 +57,8 @@ float dot(int64_t dim, const float* x, const float* y) {
 typedef double Doubles __attribute__((vector_size(kVectorBytes)));
 typedef float HalfFloats __attribute__((vector_size(kVectorBytes / 2)));
 
-// The sum of squares of x in double over 16 lanes: element i counts in lane i mod 16. The lanes are vectors: the compiler
-// would unpack and pack an array for every row.
+// The sum of squares of x in double over 16 lanes: element i counts in lane i mod 16. The lanes are vectors: the
+// compiler would unpack and pack an array for every row.
 inline double squares_of(int64_t n, const float* x) {
   constexpr int64_t kWidth = kVectorBytes / sizeof(double);
   constexpr int64_t kVectors = kLanes / kWidth;
@@ -119,7 +119,8 @@ void sum_rows(int64_t dim, const float* grads, const uint32_t* order, const uint
     const uint32_t* const places = order + starts[u];
     const uint32_t count = starts[u + 1] - starts[u];
     int64_t i = 0;
-    for (; i + 4 * kWidth <= dim; i += 4 * kWidth) sum_tile<4>(dim, grads + i, places, count, known - starts[u], sums + i);
+    for (; i + 4 * kWidth <= dim; i += 4 * kWidth)
+      sum_tile<4>(dim, grads + i, places, count, known - starts[u], sums + i);
     for (; i + kWidth <= dim; i += kWidth) sum_tile<1>(dim, grads + i, places, count, known - starts[u], sums + i);
     if (i < dim) {
       for (int64_t c = i; c < dim; ++c) sums[c] = grads[static_cast<int64_t>(places[0]) * dim + c];

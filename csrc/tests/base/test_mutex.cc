@@ -38,7 +38,8 @@ void take(LockLevel first, LockLevel second) {
 }  // namespace
 
 TEST(mutex_levels_are_taken_in_their_order) {
-  const LockLevel levels[] = {LockLevel::kTable, LockLevel::kPart, LockLevel::kLocal, LockLevel::kMemory, LockLevel::kTesting};
+  const LockLevel levels[] = {LockLevel::kTable, LockLevel::kPart, LockLevel::kLocal, LockLevel::kMemory,
+                              LockLevel::kTesting};
   for (const LockLevel first : levels) {
     for (const LockLevel second : levels) {
       const bool is_wrong = second <= first;
@@ -51,7 +52,9 @@ TEST(mutex_may_be_taken_again_after_it_was_released) {
   Mutex part(LockLevel::kPart), other(LockLevel::kPart);
   MutexLock lock(part);
   lock.unlock();
-  { const MutexLock next(other); }
+  {
+    const MutexLock next(other);
+  }
   lock.lock();
   CHECK(aborts([&] { const MutexLock next(other); }));
 }

@@ -69,7 +69,10 @@ TEST(batch_is_the_same_on_any_number_of_threads) {
       std::vector<uint32_t> members;
       for (uint32_t i = 0; i < n; ++i) {
         const uint64_t bits = sampler.bits();
-        const uint64_t id = kind == 0 ? (bits % 16 == 0 ? bits % 1000 : 5) : kind == 1 ? bits % 7 : kind == 2 ? bits % n : bits >> 50 << 50;
+        const uint64_t id = kind == 0   ? (bits % 16 == 0 ? bits % 1000 : 5)
+                            : kind == 1 ? bits % 7
+                            : kind == 2 ? bits % n
+                                        : bits >> 50 << 50;
         ids.push_back(static_cast<int64_t>(id & ~(uint64_t{1} << 63)));
         if (i % 3 != 0) members.push_back(i);
       }

@@ -24,8 +24,8 @@ std::vector<double> random_terms(Sampler* sampler, size_t n, int lowest, int hig
   std::vector<double> terms;
   for (size_t i = 0; i < n; ++i) {
     const double mantissa = 1.0 + static_cast<double>(sampler->bits() >> 12) * 0x1p-52;
-    terms.push_back(std::ldexp(mantissa, lowest + static_cast<int>(sampler->bits() % static_cast<uint64_t>(
-                                                                       highest - lowest + 1))));
+    terms.push_back(
+        std::ldexp(mantissa, lowest + static_cast<int>(sampler->bits() % static_cast<uint64_t>(highest - lowest + 1))));
   }
   return terms;
 }
@@ -53,15 +53,16 @@ TEST(exact_sum_is_the_sum_in_twice_the_precision) {
 TEST(exact_sum_rounds_once_to_nearest_even) {
   CHECK_EQ(sum_of({}), 0.0);
   CHECK_EQ(sum_of({0.0, 0.0}), 0.0);
-  CHECK_EQ(sum_of({1.0, 0x1p-53}), 1.0);                              // a tie, to even
-  CHECK_EQ(sum_of({1.0, 0x1p-53, 0x1p-298}), 1.0 + 0x1p-52);          // more than a tie
-  CHECK_EQ(sum_of({1.0 + 0x1p-52, 0x1p-53}), 1.0 + 0x1p-51);          // a tie, to even
-  CHECK_EQ(sum_of({1.0, 0x1p-54, 0x1p-54}), 1.0);                     // the same tie in two parts
+  CHECK_EQ(sum_of({1.0, 0x1p-53}), 1.0);                      // a tie, to even
+  CHECK_EQ(sum_of({1.0, 0x1p-53, 0x1p-298}), 1.0 + 0x1p-52);  // more than a tie
+  CHECK_EQ(sum_of({1.0 + 0x1p-52, 0x1p-53}), 1.0 + 0x1p-51);  // a tie, to even
+  CHECK_EQ(sum_of({1.0, 0x1p-54, 0x1p-54}), 1.0);             // the same tie in two parts
   CHECK_EQ(sum_of({0x1p279, 0x1p-298, 0x1p279}), 0x1p280);
   CHECK_EQ(sum_of({0x1p-298}), 0x1p-298);
   CHECK_EQ(sum_of({0x1p-298, 0x1p-298}), 0x1p-297);
   const double all_ones = 2.0 - 0x1p-52;
-  for (int power = -298; power < 280; ++power) CHECK_EQ(sum_of({std::ldexp(all_ones, power)}), std::ldexp(all_ones, power));
+  for (int power = -298; power < 280; ++power)
+    CHECK_EQ(sum_of({std::ldexp(all_ones, power)}), std::ldexp(all_ones, power));
 }
 
 TEST(exact_sum_does_not_depend_on_order_or_division) {

@@ -115,8 +115,10 @@ TEST(powerloss_directories_and_what_was_there) {
   CHECK(!look(disk.crash(0, Names::kAll, Sectors::kKept, 1), "new").exists);
   CHECK_EQ(look(disk.crash(end, Names::kAll, Sectors::kKept, 1), "new/deep/b").text, std::string("new"));
   CHECK(!look(disk.crash(end, Names::kNone, Sectors::kKept, 1), "new/deep/b").exists);
-  CHECK(disk.crash(end, Names::kNone, Sectors::kKept, 1).digest() == disk.crash(end, Names::kNone, Sectors::kKept, 2).digest());
-  CHECK(disk.crash(end, Names::kNone, Sectors::kKept, 1).digest() != disk.crash(end, Names::kAll, Sectors::kKept, 1).digest());
+  CHECK(disk.crash(end, Names::kNone, Sectors::kKept, 1).digest() ==
+        disk.crash(end, Names::kNone, Sectors::kKept, 2).digest());
+  CHECK(disk.crash(end, Names::kNone, Sectors::kKept, 1).digest() !=
+        disk.crash(end, Names::kAll, Sectors::kKept, 1).digest());
   disk.truncate(sandbox / "d/old/a", 1);
   CHECK_EQ(look(disk.crash(disk.now(), Names::kNone, Sectors::kDropped, 1), "old/a").text, std::string("o"));
   CHECK_EQ(look(disk.crash(end, Names::kNone, Sectors::kDropped, 1), "old/a").text, std::string("old"));

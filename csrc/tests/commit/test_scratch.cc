@@ -54,7 +54,8 @@ TEST(scratch_rows_overflow_into_files_without_names) {
     update(table.get(), ids, grads);
     apply(&rows, ids, grads);
     if (step % 50 == 49) {
-      const uint64_t epoch = step % 100 == 49 ? table->commit(std::nullopt, "") : table->begin_commit(std::nullopt, "")->wait();
+      const uint64_t epoch =
+          step % 100 == 49 ? table->commit(std::nullopt, "") : table->begin_commit(std::nullopt, "")->wait();
       CHECK_EQ(epoch, static_cast<uint64_t>(step + 1) / 50);
     }
   }

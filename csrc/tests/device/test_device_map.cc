@@ -300,7 +300,8 @@ TEST(device_map_follows_a_plain_model) {
         case 6: {
           if (live.empty()) break;
           const size_t which = sampler.bits() % live.size();
-          for (const int64_t frame : live[which].plan->arrays()->frames) --model.frames[static_cast<size_t>(frame)].pins;
+          for (const int64_t frame : live[which].plan->arrays()->frames)
+            --model.frames[static_cast<size_t>(frame)].pins;
           live[which].plan->release();
           if (sampler.bits() % 2 == 0) live[which].plan->release();  // changes nothing
           CHECK_THROWS(live[which].plan->mark_dirty(), ErrorKind::kInvalid, "released plan");

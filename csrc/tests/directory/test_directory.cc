@@ -59,7 +59,8 @@ void compare_with_map(Directory* directory, int64_t num_rows, uint64_t seed) {
     CHECK_EQ(directory->stored_rows(), model.size());
   }
   std::vector<int64_t> rows;
-  for (int64_t i = 0; i < 3000; ++i) rows.push_back(static_cast<int64_t>(sampler.bits() % static_cast<uint64_t>(num_rows)));
+  for (int64_t i = 0; i < 3000; ++i)
+    rows.push_back(static_cast<int64_t>(sampler.bits() % static_cast<uint64_t>(num_rows)));
   std::vector<Entry> entries(rows.size());
   directory->locate(rows.data(), rows.size(), entries.data());
   for (size_t i = 0; i < rows.size(); ++i) {
@@ -95,7 +96,8 @@ TEST(directory_with_a_bound_takes_the_fewer_bytes_of_both_forms) {
       const uint64_t step = are_neighbours ? 1 : 7, batch = are_neighbours ? 16 : 1000;  // few ranges at once, or many
       for (uint64_t row = 0; row < std::min(num_rows, uint64_t{1'000'003}); row += batch) {
         std::vector<int64_t> rows;
-        for (uint64_t i = row; i < std::min(row + batch, num_rows); ++i) rows.push_back(static_cast<int64_t>(i * step % num_rows));
+        for (uint64_t i = row; i < std::min(row + batch, num_rows); ++i)
+          rows.push_back(static_cast<int64_t>(i * step % num_rows));
         const size_t allowed = directory->bytes_after(rows.data(), rows.size());
         CHECK(allowed <= bounded_directory_bytes(num_rows, row + rows.size()));
         CHECK(allowed <= directory->bytes_for(row + rows.size()));
@@ -129,7 +131,9 @@ TEST(directory_with_a_bound_has_the_same_bytes_when_it_is_filled_at_once) {
   constexpr uint64_t kRows = 500'000;
   Sampler sampler(3);
   std::map<int64_t, Entry> model;
-  for (int i = 0; i < 90'000; ++i) model[static_cast<int64_t>(sampler.bits() % kRows / (i % 3 + 1))] = entry_of_position(sampler.bits() % kMaxPosition);
+  for (int i = 0; i < 90'000; ++i)
+    model[static_cast<int64_t>(sampler.bits() % kRows / (i % 3 + 1))] =
+        entry_of_position(sampler.bits() % kMaxPosition);
   const auto one_by_one = make_bounded_directory(kRows), at_once = make_bounded_directory(kRows);
   at_once->begin_bulk(model.size());
   for (const auto& [row, entry] : model) {
@@ -191,7 +195,8 @@ TEST(directory_flat_knows_rows_at_home) {
     directory->locate(rows.data(), rows.size(), entries.data());
     CHECK(entries == expected);
     for (size_t i = 0; i < rows.size(); ++i) CHECK_EQ(directory->find(rows[i]), expected[i]);
-    CHECK_EQ(directory->stored_rows(), rows.size() - static_cast<size_t>(std::count(expected.begin(), expected.end(), kAbsent)));
+    CHECK_EQ(directory->stored_rows(),
+             rows.size() - static_cast<size_t>(std::count(expected.begin(), expected.end(), kAbsent)));
   };
   check();
   Sampler sampler(11);

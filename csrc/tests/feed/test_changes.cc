@@ -75,7 +75,8 @@ Followed follow_a_life(uint64_t seed, int64_t num_rows, int calls) {
     try {
       consumer->consume(&life, life.committed, ram, 1 + life.sampler.bits() % 700);
     } catch (const Error& error) {
-      if (error.kind() != ErrorKind::kInvalid || std::string(error.what()).find("was undone") == std::string::npos) throw;
+      if (error.kind() != ErrorKind::kInvalid || std::string(error.what()).find("was undone") == std::string::npos)
+        throw;
       ++followed.undone;
       consumer->cursor = {};
       consumer->rows.clear();
@@ -161,7 +162,9 @@ TEST(changes_refuse_what_they_cannot_know) {
   life.train(300);
   life.commit(false);
   const uint64_t first = newest_commit(life.sandbox / "t").epoch;
-  const auto since = [&](uint64_t epoch) { Changes(life.vfs, life.sandbox / "t", "t", {epoch, 0}, std::nullopt, 1 << 20); };
+  const auto since = [&](uint64_t epoch) {
+    Changes(life.vfs, life.sandbox / "t", "t", {epoch, 0}, std::nullopt, 1 << 20);
+  };
   since(first);
   CHECK_THROWS(since(first + 1), ErrorKind::kInvalid, "in the future; the newest one is " + std::to_string(first));
   for (int i = 0; i < 3; ++i) {
@@ -178,7 +181,8 @@ TEST(changes_refuse_what_they_cannot_know) {
     life.remove(2000);
     life.commit(false);
   }
-  CHECK_THROWS(Changes(life.vfs, life.sandbox / "t", "t", old, std::nullopt, 1 << 20), ErrorKind::kInvalid, "no longer known");
+  CHECK_THROWS(Changes(life.vfs, life.sandbox / "t", "t", old, std::nullopt, 1 << 20), ErrorKind::kInvalid,
+               "no longer known");
 }
 
 TEST(changes_refuse_a_damaged_cursor) {

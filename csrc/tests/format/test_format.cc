@@ -176,18 +176,21 @@ TEST(format_manifest_names_what_is_wrong) {
   refuse([](Manifest& m) { m.segments[1].segment = 9; }, "impossible numbers");
   refuse([](Manifest& m) { m.segments[1].epoch = 6; }, "impossible numbers");
   refuse([](Manifest& m) { m.segments[1].bytes = 8193; }, "impossible numbers");
-  refuse([](Manifest& m) { m.next_segment = ~uint64_t{0}, m.segments[1].segment = uint64_t{1} << 50; }, "impossible numbers");
+  refuse([](Manifest& m) { m.next_segment = ~uint64_t{0}, m.segments[1].segment = uint64_t{1} << 50; },
+         "impossible numbers");
   refuse([](Manifest& m) { m.rewinds = {{3, 3}}; }, "rewind");
   refuse([](Manifest& m) { m.rewinds = {{1, 3}, {2, 3}}; }, "rewind");
   refuse([](Manifest& m) { m.rewinds = {{1, m.epoch + 1}}; }, "rewind");
   refuse([](Manifest& m) { m.deletions_from = m.next_version + 1; }, "not given out");
   refuse([](Manifest& m) { m.num_rows = -2; }, "out of range");
   const auto refuse_rule = [&](auto&& change, const char* part) {
-    refuse([&](Manifest& m) {
-      m.retention.expire = 3;
-      m.payload_bytes += kUsageBytes;
-      change(m);
-    }, part);
+    refuse(
+        [&](Manifest& m) {
+          m.retention.expire = 3;
+          m.payload_bytes += kUsageBytes;
+          change(m);
+        },
+        part);
   };
   refuse_rule([](Manifest& m) { m.retention.keep = -1; }, "out of range");
   refuse_rule([](Manifest& m) { m.retention.max_rows = -1; }, "out of range");
@@ -225,7 +228,8 @@ TEST(format_trailer_round_trip_and_damage) {
   CHECK(is_refused([&] { decode(bytes, 5); }));
   CHECK(is_refused([&] { decode(bytes, 6, 16384); }));
   CHECK(is_refused([&] { decode(bytes, 6, 12288, 180); }));  // one record beyond the segment
-  for (size_t n = 0; n < bytes.size(); ++n) CHECK(is_refused([&] { decode(Bytes(bytes.begin(), bytes.begin() + static_cast<ptrdiff_t>(n))); }));
+  for (size_t n = 0; n < bytes.size(); ++n)
+    CHECK(is_refused([&] { decode(Bytes(bytes.begin(), bytes.begin() + static_cast<ptrdiff_t>(n))); }));
   for (size_t bit = 0; bit < bytes.size() * 8; ++bit) {
     Bytes bad = bytes;
     bad[bit / 8] ^= static_cast<std::byte>(1u << bit % 8);
@@ -267,8 +271,8 @@ TEST(format_names) {
   uint64_t number = 0;
   CHECK(parse_name(segment_name(42), "segment-", &number) && number == 42);
   CHECK(parse_name(manifest_name(0), "manifest-", &number) && number == 0);
-  for (const char* bad : {"segment-42", "segment-00000000000000042", "segment-000000000000004x", "manifest-0000000000000042",
-                          "new-manifest-0000000000000042", "", "segment-"}) {
+  for (const char* bad : {"segment-42", "segment-00000000000000042", "segment-000000000000004x",
+                          "manifest-0000000000000042", "new-manifest-0000000000000042", "", "segment-"}) {
     CHECK(!parse_name(bad, "segment-", &number));
   }
 }

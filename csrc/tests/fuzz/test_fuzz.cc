@@ -93,7 +93,8 @@ TEST(fuzz_targets_take_anything) {
     bombard(files.manifest, 20000, fuzz::manifest);
     bombard(files.segment, 5000, fuzz::segment);
     bombard(files.directory, 5000, fuzz::directory);
-    std::vector<uint8_t> both = {static_cast<uint8_t>(files.manifest.size()), static_cast<uint8_t>(files.manifest.size() >> 8)};
+    std::vector<uint8_t> both = {static_cast<uint8_t>(files.manifest.size()),
+                                 static_cast<uint8_t>(files.manifest.size() >> 8)};
     both.insert(both.end(), files.manifest.begin(), files.manifest.end());
     both.insert(both.end(), files.segment.begin(), files.segment.end());
     bombard(both, 1500, fuzz::table);

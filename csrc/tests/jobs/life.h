@@ -27,7 +27,9 @@ struct SmallIndexSnapshots {
   const uint64_t before = checkpoint_rows;
 };
 
-inline uint64_t erase(Table* table, const std::vector<int64_t>& ids) { return table->erase(ids.data(), ids.size()).rows; }
+inline uint64_t erase(Table* table, const std::vector<int64_t>& ids) {
+  return table->erase(ids.data(), ids.size()).rows;
+}
 
 inline Manifest newest_commit(const std::string& path) { return Manifests(vfs::posix(), path).load_newest(); }
 

@@ -1,5 +1,5 @@
-// Rows that are stored by the n-th step that names them, compared with a map of rows and counts: while rows are evicted,
-// deleted, swept, committed, compacted, gone back from and read again.
+// Rows that are stored by the n-th step that names them, compared with a map of rows and counts: while rows are
+// evicted, deleted, swept, committed, compacted, gone back from and read again.
 #include <map>
 
 #include "base/fault.h"
@@ -32,7 +32,8 @@ CountMap counts_on_disk(const std::string& path) {
   CountMap found;
   constexpr uint64_t kParts = 3;
   for (uint64_t part = 0; part < kParts; ++part) {
-    for (const auto& [id, entry] : counts_in(&log, -1, manifest.next_version, {.since = manifest.counts_since}, part, kParts)) {
+    for (const auto& [id, entry] :
+         counts_in(&log, -1, manifest.next_version, {.since = manifest.counts_since}, part, kParts)) {
       found[id] = {count_of(entry), time_of_count(entry)};
     }
   }
@@ -47,7 +48,8 @@ struct CountingLife : Life {
   // Most ids come rarely.
   void step(size_t most) {
     std::vector<int64_t> ids = some_ids(most);
-    for (int64_t& id : ids) id = sampler.bits() % 3 == 0 ? id % 300 : id * 1000 + static_cast<int64_t>(sampler.bits() % 3);
+    for (int64_t& id : ids)
+      id = sampler.bits() % 3 == 0 ? id % 300 : id * 1000 + static_cast<int64_t>(sampler.bits() % 3);
     const std::vector<float> grads = update_in_some_way(ids);
     std::set<int64_t> refused;
     for (const int64_t id : std::set<int64_t>(ids.begin(), ids.end())) {
@@ -247,8 +249,8 @@ TEST(counts_find_seeded_bugs) {
   const NoCompactionSlack no_slack;
   const SmallIndexSnapshots small;
   CHECK(!fails(nullptr, 4, little_ram(), 300));
-  for (const char* const fault : {"lost_count", "count_survives_delete", "old_counts_stay", "counts_not_moved", "counts_outrank",
-                                  "checkpoint_without_counts"}) {
+  for (const char* const fault : {"lost_count", "count_survives_delete", "old_counts_stay", "counts_not_moved",
+                                  "counts_outrank", "checkpoint_without_counts"}) {
     if (!fails(fault, 4, little_ram(), 300)) fail(__FILE__, __LINE__, std::string(fault) + " was not found");
   }
 }
@@ -256,8 +258,8 @@ TEST(counts_find_seeded_bugs) {
 TEST(counts_times) {
   Sampler sampler(1);
   uint64_t last = 0;
-  for (int64_t time : {int64_t{0}, int64_t{1}, (int64_t{1} << 26) - 1, int64_t{1} << 26, (int64_t{1} << 26) + 1, int64_t{1} << 40,
-                       std::numeric_limits<int64_t>::max()}) {
+  for (int64_t time : {int64_t{0}, int64_t{1}, (int64_t{1} << 26) - 1, int64_t{1} << 26, (int64_t{1} << 26) + 1,
+                       int64_t{1} << 40, std::numeric_limits<int64_t>::max()}) {
     CHECK(code_of_time(time) >= last);
     last = code_of_time(time);
     CHECK(is_sound_count(entry_of_count(127, time)) && count_of(entry_of_count(127, time)) == 127);
@@ -276,8 +278,10 @@ TEST(counts_times) {
     const auto other = static_cast<int64_t>(sampler.bits() >> (1 + sampler.bits() % 63));
     if (steps < 127) CHECK(raised_count(entry, other) == entry_of_count(steps + 1, std::max(time, other)));
   }
-  CHECK(!is_sound_count(entry_of_count(0, 5)) && !is_sound_count(kCountBase + (uint64_t{1} << 31) + (uint64_t{39} << 25)));
-  CHECK(is_position(entry_of_position(kMaxPosition)) && !is_count(entry_of_position(kMaxPosition)) && is_count(kFrameBase - 1));
+  CHECK(!is_sound_count(entry_of_count(0, 5)) &&
+        !is_sound_count(kCountBase + (uint64_t{1} << 31) + (uint64_t{39} << 25)));
+  CHECK(is_position(entry_of_position(kMaxPosition)) && !is_count(entry_of_position(kMaxPosition)) &&
+        is_count(kFrameBase - 1));
 }
 
 // Ids that come once take a directory entry each. Where these do not fit, an update fails before it changes anything.

@@ -217,7 +217,8 @@ TEST(erase_leaves_the_same_part_of_the_log_dead) {
   constexpr double kRecordBytes = 64 * 4 + 16;
   const auto part = [&] {
     const TableStats stats = table->stats();
-    const double live = kRecordBytes * static_cast<double>(stats.stored_rows) + 16 * static_cast<double>(stats.tombstones);
+    const double live =
+        kRecordBytes * static_cast<double>(stats.stored_rows) + 16 * static_cast<double>(stats.tombstones);
     return live / static_cast<double>(stats.disk_bytes);
   };
   const double before = part();

@@ -191,7 +191,8 @@ TEST(small_commits_of_many_tables_share_few_descriptors) {
   FaultVfs vfs;
   std::vector<std::unique_ptr<Table>> tables;
   std::vector<Rows> rows(kTables);
-  for (size_t i = 0; i < kTables; ++i) tables.push_back(Table::create(vfs, sandbox / std::to_string(i), "t", spec, ram));
+  for (size_t i = 0; i < kTables; ++i)
+    tables.push_back(Table::create(vfs, sandbox / std::to_string(i), "t", spec, ram));
   auto reader = open_table(vfs, sandbox / "0", ram, false);
   Sampler sampler(9);
   size_t most_segments = 0;

@@ -55,7 +55,7 @@ TEST(init_values_are_the_golden_ones) {
   const int64_t id = 9'999'999'999;
   const std::vector<float> normal_first = {0x1.d96d5ep-1f, -0x1.fb7668p-1f, -0x1.3c373ep-1f, -0x1.eda364p-2f,
                                            0x1.b38d6ap-2f, -0x1.114d96p+0f, -0x1.2f19bap+1f, -0x1.da1af2p-3f};
-  const std::vector<float> normal_far = {-0x1.c437bep-6f, 0x1.afe606p-7f,  0x1.241e58p-5f, -0x1.e6ae9ap-10f,
+  const std::vector<float> normal_far = {-0x1.c437bep-6f, 0x1.afe606p-7f, 0x1.241e58p-5f, -0x1.e6ae9ap-10f,
                                          0x1.e360d0p-10f, 0x1.08c7b6p-5f, 0x1.1d49b8p-6f, 0x1.69f91cp-7f};
   const std::vector<float> uniform_first = {-0x1.4ace00p-7f, 0x1.37b8dep-5f, 0x1.82311cp-6f,  0x1.59a490p-7f,
                                             0x1.b53b80p-10f, 0x1.682afap-5f, -0x1.694734p-5f, 0x1.969540p-10f};
@@ -99,8 +99,13 @@ TEST(init_uniform_is_the_words_of_philox) {
 
 TEST(init_uniform_stays_below_its_upper_end) {
   // Sums near the upper end of these would round up to it.
-  const std::pair<double, double> ranges[] = {{1.0, 1.0000001192092896}, {-1.0, -0.99999994039535522}, {-0.05, 0.05},
-                                              {100.0, 100.00001}, {-1e-45, 0.0}, {-1.0, 0.0}, {3.0, 3.0}};
+  const std::pair<double, double> ranges[] = {{1.0, 1.0000001192092896},
+                                              {-1.0, -0.99999994039535522},
+                                              {-0.05, 0.05},
+                                              {100.0, 100.00001},
+                                              {-1e-45, 0.0},
+                                              {-1.0, 0.0},
+                                              {3.0, 3.0}};
   for (const auto& [low, high] : ranges) {
     for (int64_t id = 0; id < 200; ++id) {
       for (float value : init(uniform(low, high, 1), id, 64)) {

@@ -13,8 +13,8 @@ using test::Sampler;
 
 std::vector<OptimizerSpec> specs() {
   std::vector<OptimizerSpec> all;
-  for (OptimizerKind kind : {OptimizerKind::kSgd, OptimizerKind::kAdagrad, OptimizerKind::kRowwiseAdagrad,
-                             OptimizerKind::kAdam}) {
+  for (OptimizerKind kind :
+       {OptimizerKind::kSgd, OptimizerKind::kAdagrad, OptimizerKind::kRowwiseAdagrad, OptimizerKind::kAdam}) {
     for (double weight_decay : {0.0, 0.05}) {
       for (bool decoupled : {false, true}) {
         OptimizerSpec spec;

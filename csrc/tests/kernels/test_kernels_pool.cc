@@ -43,8 +43,7 @@ TEST(kernels_pooled_rows_follow_their_definition_at_every_level) {
             for (float& value : expected) value = value / 3.0f;
           }
           std::vector<float> got = before;
-          kernels.pool_rows(dtype, dim,
-                            {pointers.data(), weighted ? weights.data() : nullptr, n, from, divides, 3.0f},
+          kernels.pool_rows(dtype, dim, {pointers.data(), weighted ? weights.data() : nullptr, n, from, divides, 3.0f},
                             got.data());
           test::check_same_bits(got, expected, "pool_rows");
         }

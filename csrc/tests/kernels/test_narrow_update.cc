@@ -49,7 +49,8 @@ void step_in_parts(const std::vector<Field>& fields, const StepConstants& consta
   k.update_row(constants, fields[0].length, grad.data(), wide[0].data(), slots.data());
   size_t at = 0;
   for (size_t f = 1; f < fields.size(); ++f) {
-    wide[f].assign(slots.begin() + static_cast<ptrdiff_t>(at), slots.begin() + static_cast<ptrdiff_t>(at + fields[f].length));
+    wide[f].assign(slots.begin() + static_cast<ptrdiff_t>(at),
+                   slots.begin() + static_cast<ptrdiff_t>(at + fields[f].length));
     at += fields[f].length;
   }
   for (size_t f = 0; f < fields.size(); ++f) {

@@ -79,8 +79,9 @@ uint32_t random16_of(uint64_t seed, int64_t id, int64_t step, uint32_t field, si
 // Values around everything that is special in either format.
 std::vector<float> awkward_values() {
   std::vector<float> values;
-  for (double x : {0.0, 0x1p-149, 0x1p-133, 0x1p-126, 0x1p-26, 0x1p-25, 0x1.8p-25, 0x1p-24, 0x1p-15, 0x1p-14, 1.0,
-                   2048.5, 65504.0, 65519.99, 65520.0, 65535.0, 65536.0, 1e6, 0x1.fep127, 0x1.ffp127, 0x1.fffffep127}) {
+  for (double x :
+       {0.0,    0x1p-149, 0x1p-133, 0x1p-126, 0x1p-26, 0x1p-25, 0x1.8p-25, 0x1p-24,    0x1p-15,    0x1p-14,       1.0,
+        2048.5, 65504.0,  65519.99, 65520.0,  65535.0, 65536.0, 1e6,       0x1.fep127, 0x1.ffp127, 0x1.fffffep127}) {
     const auto value = static_cast<float>(x);
     for (float near : {value, std::nextafter(value, 0.0f), std::nextafter(value, std::numeric_limits<float>::max())}) {
       values.push_back(near);
@@ -105,7 +106,8 @@ std::vector<float> test_values(Sampler& sampler) {
 std::vector<uint16_t> round_row(const Kernels& kernels, DType dtype, const std::vector<float>& x, int64_t id,
                                 int64_t step, uint32_t field = 0, uint64_t seed = 99) {
   std::vector<uint16_t> out(x.size());
-  kernels.narrow_stochastic(dtype, static_cast<int64_t>(x.size()), x.data(), {RoundKeys(seed), id, step, field}, out.data());
+  kernels.narrow_stochastic(dtype, static_cast<int64_t>(x.size()), x.data(), {RoundKeys(seed), id, step, field},
+                            out.data());
   return out;
 }
 

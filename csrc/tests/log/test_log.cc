@@ -97,7 +97,8 @@ TEST(log_records_are_readable_while_they_are_written) {
     all.push_back({id, version, log->append(id, payload_of(id, version).data())});
     if (version % 97 == 0) {
       std::vector<Written> some;
-      for (int i = 0; i < 40; ++i) some.push_back(all[all.size() - 1 - sampler.bits() % std::min<size_t>(all.size(), 300)]);
+      for (int i = 0; i < 40; ++i)
+        some.push_back(all[all.size() - 1 - sampler.bits() % std::min<size_t>(all.size(), 300)]);
       check_readable(log.get(), some);
     }
   }
@@ -235,7 +236,9 @@ TEST(log_shows_no_id_that_its_table_cannot_have) {
   Span span;
   std::vector<int64_t> ids;
   std::vector<uint64_t> versions;
-  const auto read = [&] { log->reader().read_index(segment, log->reader().chunks(segment).front(), &span, &ids, &versions); };
+  const auto read = [&] {
+    log->reader().read_index(segment, log->reader().chunks(segment).front(), &span, &ids, &versions);
+  };
   log->reader().set_ids_end(10);
   read();
   CHECK_EQ(ids.size(), 2u);
@@ -263,7 +266,8 @@ TEST(log_replay_takes_the_highest_version_of_later_epochs) {
   const uint64_t aside = log->next_version();
   log->begin_next_epoch(100);
   for (int64_t id = 50; id < 100; ++id) append(id);
-  for (int64_t id = 100; id < 120; ++id) newest[id].position = log->append(id, payload_of(id, before.at(id).version).data(), before.at(id).version);
+  for (int64_t id = 100; id < 120; ++id)
+    newest[id].position = log->append(id, payload_of(id, before.at(id).version).data(), before.at(id).version);
   for (int64_t id = 0; id < 100; ++id) {
     const uint64_t version = aside + static_cast<uint64_t>(id);
     const uint64_t position = log->append_ending(id, payload_of(id, version).data());
@@ -282,7 +286,8 @@ TEST(log_replay_takes_the_highest_version_of_later_epochs) {
       Log again(vfs::posix(), sandbox / "t", Uuid{1, 2, 3}, kPayload, 2000, small_memory());
       again.adopt(earlier);
       const auto directory = make_flat_directory(1000);
-      CHECK_EQ((Replay{&again, directory.get(), 1000, versions_end, scratch, nullptr, nullptr}.run_all()), uint64_t{300});
+      CHECK_EQ((Replay{&again, directory.get(), 1000, versions_end, scratch, nullptr, nullptr}.run_all()),
+               uint64_t{300});
       std::vector<SegmentEntry> later;
       for (const SegmentEntry& entry : entries) {
         if (again.find_segment(entry.segment) == nullptr) later.push_back(entry);
@@ -293,7 +298,8 @@ TEST(log_replay_takes_the_highest_version_of_later_epochs) {
       CHECK_EQ(segments.size(), size_t{2});
       CHECK(segments[0]->epoch == 3 && segments[1]->epoch == 2);
       set_fault(broken ? "replay_last_record" : nullptr);
-      CHECK_EQ((Replay{&again, directory.get(), 1000, versions_end, scratch, nullptr, nullptr}.run(segments)), uint64_t{172});
+      CHECK_EQ((Replay{&again, directory.get(), 1000, versions_end, scratch, nullptr, nullptr}.run(segments)),
+               uint64_t{172});
       set_fault(nullptr);
       CHECK_EQ(directory->stored_rows(), size_t{300});
       size_t wrong = 0;
@@ -337,7 +343,8 @@ TEST(log_ending_records_appended_by_all_threads) {
     size_t calls = 0;
     for (size_t i = 0; i < kRecords; ++calls) {
       if (together) {
-        const size_t taken = log.append_ending(&sources[i], std::min(kRecords - i, 1 + calls * 977 % 6000), &positions[1][i]);
+        const size_t taken =
+            log.append_ending(&sources[i], std::min(kRecords - i, 1 + calls * 977 % 6000), &positions[1][i]);
         CHECK(taken > 0);
         i += taken;
       } else {
@@ -346,7 +353,8 @@ TEST(log_ending_records_appended_by_all_threads) {
       }
     }
     CHECK_EQ(log.stats().written_records, uint64_t{kRecords});
-    CHECK_THROWS(log.append_ending(sources.data(), 1, positions[together].data()), ErrorKind::kBroken, "more records for a commit");
+    CHECK_THROWS(log.append_ending(sources.data(), 1, positions[together].data()), ErrorKind::kBroken,
+                 "more records for a commit");
     log.finish_ending();
     while (!log.buffers().is_written(1)) log.buffers().wait_for_write(log.buffers().writes_ended() - 1);
     entries[together] = entries_of(log);
@@ -361,7 +369,8 @@ TEST(log_ending_records_appended_by_all_threads) {
   for (const SegmentEntry& entry : entries[0]) {
     vfs::Buffer bytes[2] = {vfs::Buffer(entry.bytes), vfs::Buffer(entry.bytes)};
     for (const size_t together : {0, 1}) {
-      const auto file = vfs::posix().open(sandbox / (together ? "together/" : "single/") + segment_name(entry.segment), true);
+      const auto file =
+          vfs::posix().open(sandbox / (together ? "together/" : "single/") + segment_name(entry.segment), true);
       CHECK_EQ(file->size(), entry.bytes);
       file->read(bytes[together].data(), entry.bytes, 0);
     }

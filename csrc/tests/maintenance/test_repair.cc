@@ -117,7 +117,8 @@ TEST(repair_of_a_commit_whose_rows_are_gone_guesses_nothing) {
   }
   RepairOptions options;
   options.fall_back_to = 2;
-  CHECK_THROWS(repair_table(vfs::posix(), path, options, nullptr), ErrorKind::kInvalid, "damaged itself; sound ones: 1");
+  CHECK_THROWS(repair_table(vfs::posix(), path, options, nullptr), ErrorKind::kInvalid,
+               "damaged itself; sound ones: 1");
 }
 
 }  // namespace bunkbed::test

@@ -24,8 +24,8 @@ std::vector<std::unique_ptr<Table>> make_tables(vfs::Vfs& vfs, const Sandbox& sa
     const TableSpec spec = whole_numbers(i == 0 ? 20000 : 400, kDim);
     const std::string name = prefix + std::to_string(i);
     const bool is_in_ram = i % 2 == 0;
-    tables.push_back(Table::create(vfs, is_in_ram ? "" : sandbox / name, name, spec,
-                                   is_in_ram ? 0 : minimum_ram(spec, 0, true)));
+    tables.push_back(
+        Table::create(vfs, is_in_ram ? "" : sandbox / name, name, spec, is_in_ram ? 0 : minimum_ram(spec, 0, true)));
   }
   return tables;
 }
@@ -70,11 +70,13 @@ void check_like_single_calls(size_t threads, size_t scale) {
     for (size_t i = 0; i < n; ++i) {
       Table* const table = many[i % many.size()].get();
       ids[i].resize(i == 0 ? 8 * scale : sampler.bits() % scale);
-      for (int64_t& id : ids[i]) id = static_cast<int64_t>(sampler.bits() % static_cast<uint64_t>(table->spec().num_rows));
+      for (int64_t& id : ids[i])
+        id = static_cast<int64_t>(sampler.bits() % static_cast<uint64_t>(table->spec().num_rows));
       out[i].resize(ids[i].size() * kDim);
       expected[i] = out[i];
       const bool trains = (static_cast<size_t>(step) + i) % 4 != 0;
-      lookups.push_back({table, ids[i].data(), ids[i].size(), trains, std::nullopt, out[i].data(), trains ? &batches[i] : nullptr});
+      lookups.push_back(
+          {table, ids[i].data(), ids[i].size(), trains, std::nullopt, out[i].data(), trains ? &batches[i] : nullptr});
     }
     lookup_many(lookups);
     for (size_t i = 0; i < n; ++i) {
@@ -137,9 +139,11 @@ TEST(many_pools_bags) {
   const std::vector<float> weights = {2.0f, 1.0f, 3.0f}, grads = {1.0f, 2.0f, 3.0f, 4.0f};
   std::vector<float> out(4), sums(4);
   Batch batch;
-  lookup_many({{table.get(), ids.data(), 3, true, PartBags{offsets.data(), 2, Pooling::kSum, weights.data()}, out.data(), &batch}});
+  lookup_many({{table.get(), ids.data(), 3, true, PartBags{offsets.data(), 2, Pooling::kSum, weights.data()},
+                out.data(), &batch}});
   CHECK(out == (std::vector<float>{-2.0f, -4.0f, -40.0f, -80.0f}));
-  std::vector<SumPart> parts = {{&batch, {offsets.data(), 2, false, weights.data(), grads.data(), 2}, 1, sums.data(), {}}};
+  std::vector<SumPart> parts = {
+      {&batch, {offsets.data(), 2, false, weights.data(), grads.data(), 2}, 1, sums.data(), {}}};
   sum_many(&parts);
   CHECK(sums == (std::vector<float>{2.0f, 4.0f, 12.0f, 16.0f}));
   CHECK_EQ(parts[0].squares.rounded(), 4.0 + 16.0 + 144.0 + 256.0);

@@ -23,7 +23,8 @@ TEST(probe_rows_takes_time_and_refuses_what_is_not_there) {
     CHECK_THROWS(probe.run(&row, 1, 256, RowWork::kRead), ErrorKind::kIndex, "among 100");
   }
   for (const size_t bytes : {0, 6, 772}) {
-    CHECK_THROWS(probe.run(rows.data(), 1, bytes, RowWork::kRead), ErrorKind::kInvalid, "multiple of 4 and at most 768");
+    CHECK_THROWS(probe.run(rows.data(), 1, bytes, RowWork::kRead), ErrorKind::kInvalid,
+                 "multiple of 4 and at most 768");
   }
 }
 

@@ -83,7 +83,8 @@ TEST(clashes_of_seen_pairs_are_all_there_row_by_row_by_users_and_by_items) {
       std::vector<int64_t> wanted;
       for (size_t b = 0; b < users.size(); ++b) {
         for (size_t j = 0; j < items.size(); ++j) {
-          if (expected.count(users[b] * num_items + items[j])) wanted.push_back(static_cast<int64_t>(b * num_drawn + j));
+          if (expected.count(users[b] * num_items + items[j]))
+            wanted.push_back(static_cast<int64_t>(b * num_drawn + j));
         }
       }
       for (int round = 0; round < 2; ++round) {  // scratch is left clean

@@ -85,7 +85,8 @@ struct LifeWithUsage {
     const Removable found = find_removable(*life.table, retention, life.table->clock(), 50, false, {});
     std::vector<int64_t> ids;
     for (const Removal& removal : found.first) ids.push_back(removal.id);
-    CHECK_THROWS(life.table->erase(ids.data(), ids.size(), found.changes + 1), ErrorKind::kBroken, "sweep it between two steps");
+    CHECK_THROWS(life.table->erase(ids.data(), ids.size(), found.changes + 1), ErrorKind::kBroken,
+                 "sweep it between two steps");
     CHECK_EQ(life.table->erase(ids.data(), ids.size(), found.changes).rows, ids.size());
     for (const int64_t id : ids) {
       usages.erase(id);
@@ -156,7 +157,8 @@ Seen live(uint64_t seed, size_t ram, const Retention& rules, int calls, bool on_
   uint64_t expired = 0;
   CHECK(find_removable(*reader, rules, reader->clock(), 100'000, false, {}).first == all.expected(false, &expired));
   all.life.table->close();
-  for (const std::string& problem : check_table(all.life.vfs, all.life.sandbox / "t")) fail(__FILE__, __LINE__, problem);
+  for (const std::string& problem : check_table(all.life.vfs, all.life.sandbox / "t"))
+    fail(__FILE__, __LINE__, problem);
   return seen;
 }
 
@@ -206,7 +208,8 @@ TEST(rows_that_never_go) {
 TEST(clock_of_events_must_be_set_first) {
   Life life(1, -1, 1 << 20, 0, true, {.expire = 2, .clock = AgeClock::kEvent});
   CHECK_EQ(life.table->clock(), int64_t{-1});
-  CHECK_THROWS(update(life.table.get(), {5}, {1.0f}), ErrorKind::kInvalid, "assign table.clock before the first update");
+  CHECK_THROWS(update(life.table.get(), {5}, {1.0f}), ErrorKind::kInvalid,
+               "assign table.clock before the first update");
   life.table->set_clock(0);
   update(life.table.get(), {5}, {1.0f});
 }

@@ -313,14 +313,16 @@ TEST(table_lock_of_a_parent_is_refused_in_a_child_which_destroys_it_without_wait
     lock->begin_commit();
   }
   std::thread call([&] { (void)lock->exclusive(); });
-  std::this_thread::sleep_for(std::chrono::milliseconds(20));  // usually the call waits by then; the test holds either way
+  std::this_thread::sleep_for(
+      std::chrono::milliseconds(20));  // usually the call waits by then; the test holds either way
   const pid_t child = ::fork();
   if (child == 0) {
     int status = 1;
     try {
       (void)lock->work();
     } catch (const Error& error) {
-      const bool says_it = std::string(error.what()).find("'orders' was opened before this process was forked") != std::string::npos;
+      const bool says_it =
+          std::string(error.what()).find("'orders' was opened before this process was forked") != std::string::npos;
       status = error.kind() == ErrorKind::kClosed && says_it ? 0 : 2;
     }
     lock.reset();  // while a thread of the parent waits on it

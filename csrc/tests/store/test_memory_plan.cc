@@ -80,8 +80,7 @@ TEST(memory_plan_parts_never_exceed_the_budget_from_the_minimum_up) {
         const MemoryPlan plan = plan_memory(budget, shape.payload, shape.slots, kAssumedReadUnit, on_disk);
         CHECK_EQ(plan.total_bytes, budget);
         const size_t steps = vfs::round_down(budget, 4096);
-        const size_t threads =
-            on_disk && steps > 8 * kMiB ? std::min(2 * kMiB, (steps - 8 * kMiB) / 4) : 0;
+        const size_t threads = on_disk && steps > 8 * kMiB ? std::min(2 * kMiB, (steps - 8 * kMiB) / 4) : 0;
         const size_t parts = log_bytes(plan, shape.stride) + plan.compaction_bytes + plan.scratch_bytes + threads;
         require(plan.fixed_bytes == parts, "the fixed bytes are not the sum of the parts", shape, budget);
         const auto num_rows = static_cast<uint64_t>(shape.spec.num_rows);
@@ -172,7 +171,8 @@ TEST(memory_plan_of_the_wanted_budget_has_room_for_every_row) {
     const size_t wanted = wanted_ram(shape.spec, true);
     const auto rows = static_cast<uint64_t>(shape.spec.num_rows);
     for (const size_t read_unit : {size_t{1}, size_t{512}, size_t{4096}}) {
-      require(memory_use(shape.spec, rows, wanted, read_unit, true).frames >= rows, "a row without a frame", shape, wanted);
+      require(memory_use(shape.spec, rows, wanted, read_unit, true).frames >= rows, "a row without a frame", shape,
+              wanted);
     }
   }
 }

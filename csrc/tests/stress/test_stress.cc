@@ -1,5 +1,5 @@
-// The stress of threads (csrc/stress) in short: a few episodes of every kind find nothing wrong, and seeded bugs are found.
-// In processes of their own: one of the bugs may crash.
+// The stress of threads (csrc/stress) in short: a few episodes of every kind find nothing wrong, and seeded bugs are
+// found. In processes of their own: one of the bugs may crash.
 #include <fcntl.h>
 #include <spawn.h>
 #include <sys/wait.h>
@@ -71,8 +71,8 @@ TEST(stress_finds_nothing_wrong) {
   int seed = 0;
   for (const std::string& kind : bunkbed::stress::kinds()) {
     const std::string backend = ++seed % 2 == 0 ? "uring" : "threads";
-    const Ended ended = stress({"--kind", kind, "--backend", backend, "--episodes", "4", "--calls", "40", "--seed",
-                                std::to_string(seed)});
+    const Ended ended = stress(
+        {"--kind", kind, "--backend", backend, "--episodes", "4", "--calls", "40", "--seed", std::to_string(seed)});
     if (ended.status == 0 || ended.status == kSkipped) continue;
     fail(__FILE__, __LINE__, kind + ": status " + std::to_string(ended.status) + "\n" + ended.output);
   }

@@ -69,7 +69,8 @@ void meddle(int64_t num_rows, size_t n, int rounds) {
           if (call == 0) table->lookup(ids.data(), n, round % 2 == 0, values.data());
           if (call == 1) table->update(ids.data(), n, grads.data(), {}, {});
           if (call == 2) {
-            table->lookup_bags(ids.data(), n, offsets.data(), offsets.size(), Pooling::kMean, nullptr, true, values.data());
+            table->lookup_bags(ids.data(), n, offsets.data(), offsets.size(), Pooling::kMean, nullptr, true,
+                               values.data());
           }
           if (call == 3) table->get(ids.data(), n, 0, values.data());
           if (call == 4) table->set(ids.data(), n, 0, grads.data());
@@ -82,7 +83,8 @@ void meddle(int64_t num_rows, size_t n, int rounds) {
           if (call == 8) table->expect(ids.data(), n, 4);
           ++done;
         } catch (const Error& error) {
-          CHECK(error.kind() == ErrorKind::kIndex || error.kind() == ErrorKind::kInvalid || error.kind() == ErrorKind::kBroken);
+          CHECK(error.kind() == ErrorKind::kIndex || error.kind() == ErrorKind::kInvalid ||
+                error.kind() == ErrorKind::kBroken);
           ++refused;
           if (error.kind() == ErrorKind::kBroken) table = make();  // a change larger than its memory failed half-way
         }
@@ -96,7 +98,8 @@ void meddle(int64_t num_rows, size_t n, int rounds) {
   for (int64_t row = 0; row < kRows; ++row) all[static_cast<size_t>(row)] = row;
   std::vector<float> rows(all.size() * spec.dim);
   table->lookup(all.data(), all.size(), false, rows.data());
-  for (const float value : rows) CHECK(value == 1.0f || (value <= 0.0f && value == static_cast<float>(static_cast<int>(value))));
+  for (const float value : rows)
+    CHECK(value == 1.0f || (value <= 0.0f && value == static_cast<float>(static_cast<int>(value))));
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// A scan, commit or rewind next to a device cache that other threads train asks for write-backs until no row is held; and a
-// table with a probability of admission has no device cache.
+// A scan, commit or rewind next to a device cache that other threads train asks for write-backs until no row is held;
+// and a table with a probability of admission has no device cache.
 #include <functional>
 #include <memory>
 
@@ -48,7 +48,8 @@ void check_call(const std::function<void(Table*)>& call) {
   }
   busy->asked = 0;
   busy->more = 1 << 30;
-  CHECK_THROWS(call(table.get()), ErrorKind::kBroken, "1 rows are still held by a device cache after it was asked 100 times");
+  CHECK_THROWS(call(table.get()), ErrorKind::kBroken,
+               "1 rows are still held by a device cache after it was asked 100 times");
   busy->more = 0;
   table->set_holder(nullptr, nullptr);
 }

@@ -104,9 +104,7 @@ void flip(const std::string& path, std::streamoff at) {
 }  // namespace
 
 TEST(table_random_operations_flat) { random_operations(whole_numbers(900, 24), 1, 250, 120, 900); }
-TEST(table_random_operations_hashed) {
-  random_operations(whole_numbers(-1, 24), 2, 250, 120, 5000);
-}
+TEST(table_random_operations_hashed) { random_operations(whole_numbers(-1, 24), 2, 250, 120, 5000); }
 // Of these ranges of rows some become flat and the others stay hashed.
 TEST(table_random_operations_bounded) { random_operations(whole_numbers(60'000, 24), 6, 250, 120, 5000); }
 TEST(table_random_operations_sixteen_bits) {

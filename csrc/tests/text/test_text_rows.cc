@@ -27,7 +27,8 @@ class Threads {
 
 std::vector<float> any_floats(uint64_t seed, size_t count) {
   Sampler sampler(seed);
-  std::vector<float> values = {0.0f, -0.0f, 1e-45f, -3.4028235e38f, 1.17549435e-38f, 16777217.0f, 0.1f, 1e10f, 9.999999e-5f};
+  std::vector<float> values = {0.0f,        -0.0f, 1e-45f, -3.4028235e38f, 1.17549435e-38f,
+                               16777217.0f, 0.1f,  1e10f,  9.999999e-5f};
   for (const uint32_t bits : {0x15ae43fdu, 0x95ae43fdu}) values.push_back(std::bit_cast<float>(bits));
   while (values.size() < count) {
     values.push_back(sampler.finite());
@@ -156,7 +157,8 @@ TEST(ids_are_decimal_digits_within_int64) {
   Words zeros;
   zeros.add("0000000000000000000000012");
   CHECK_EQ((*ids_of_words(view(zeros)))[0], int64_t{12});
-  for (const char* word : {"", "-1", "-0", "+1", " 1", "1 ", "1\n", "1_0", "0x1", "9223372036854775808", "1.0", "\xd9\xa1"}) {
+  for (const char* word :
+       {"", "-1", "-0", "+1", " 1", "1 ", "1\n", "1_0", "0x1", "9223372036854775808", "1.0", "\xd9\xa1"}) {
     Words bad;
     bad.add("5");
     bad.add(word);

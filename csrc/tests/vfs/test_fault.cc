@@ -111,7 +111,8 @@ class Scenario {
 };
 
 // Opens the table as a new process would. Returns which of the two states it has.
-Rows check_recovered(const std::string& path, const Rows& last, const std::optional<Rows>& in_flight, const std::string& when) {
+Rows check_recovered(const std::string& path, const Rows& last, const std::optional<Rows>& in_flight,
+                     const std::string& when) {
   const auto problems = check_table(vfs::posix(), path);
   if (!problems.empty()) fail(__FILE__, __LINE__, when + ": " + problems.front());
   const auto table = open_table(vfs::posix(), path, smallest_ram());

@@ -83,7 +83,8 @@ TEST(cached_files_that_may_not_close_stay_open) {
   Sandbox sandbox;
   std::vector<std::unique_ptr<CachedFile>> open;
   for (size_t i = 0; i < kMost + 5; ++i) {
-    open.push_back(std::make_unique<CachedFile>(vfs::posix(), vfs::posix().create(sandbox / ("open" + std::to_string(i)))));
+    open.push_back(
+        std::make_unique<CachedFile>(vfs::posix(), vfs::posix().create(sandbox / ("open" + std::to_string(i)))));
   }
   Files files;
   for (size_t i = 0; i < kFiles; ++i) check_reads(files.all[i].get(), i);
