@@ -304,6 +304,13 @@ void bind_table(nb::module_& m) {
           [](Table& t, const Batch& batch, const FloatsIn& sums, std::optional<double> lr,
              std::optional<int64_t> step) { unlocked([&] { t.update(batch, sums.data(), lr, step); }); },
           "batch"_a, "sums"_a, "lr"_a.none(), "step"_a.none())
+      .def(
+          "check_change",
+          [](Table& t, const Batch& batch, bool is_step) {
+            unlocked([&] { t.check_change(batch, is_step, std::nullopt, std::nullopt); });
+          },
+          "batch"_a, "is_step"_a,
+          "Make the checks of update_batch() with the next step, or of set(), and their room in memory and on disk.")
       .def("stage", [](Table& t, const Ids& ids) { unlocked([&] { t.stage(ids.data(), ids.shape(0)); }); })
       .def(
           "expect",

@@ -87,7 +87,7 @@ void sum_many(std::vector<SumPart>* parts) {
 }
 
 void update_many(const std::vector<UpdatePart>& parts) {
-  for (const UpdatePart& part : parts) part.table->check_update(*part.batch, part.lr, part.step);
+  for (const UpdatePart& part : parts) part.table->check_change(*part.batch, true, part.lr, part.step);
   parallel_items(work_of(parts), kGrainFloats, [&](size_t item) {
     const UpdatePart& part = parts[item];
     part.table->update(*part.batch, part.sums, part.lr, part.step);

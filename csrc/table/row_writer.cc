@@ -130,9 +130,10 @@ void RowWriter::reserve_for(const Batch& batch, const Step& step) {
   table_.store->reserve_rows(batch.unique().data(), batch.num_unique(), step.draws());
 }
 
-void RowWriter::check_update(const Batch& batch, std::optional<double> lr, std::optional<int64_t> step) {
+void RowWriter::check_change(const Batch& batch, bool is_step, std::optional<double> lr, std::optional<int64_t> step) {
   const auto guard = lock_to_write(batch.unique().data(), batch.num_unique(), &batch);
-  reserve_for(batch, next_step(lr, step));
+  if (is_step) return reserve_for(batch, next_step(lr, step));
+  table_.store->reserve_rows(batch.unique().data(), batch.num_unique());
 }
 
 void RowWriter::update(const Batch& batch, const float* sums, std::optional<double> lr, std::optional<int64_t> step) {

@@ -51,8 +51,8 @@ void Table::check_lookup(const int64_t* ids, size_t n) const {
   state().require_usable();
   state().check_ids(ids, n);
 }
-void Table::check_update(const Batch& batch, std::optional<double> lr, std::optional<int64_t> step) {
-  parts_->writer.check_update(batch, lr, step);
+void Table::check_change(const Batch& batch, bool is_step, std::optional<double> lr, std::optional<int64_t> step) {
+  parts_->writer.check_change(batch, is_step, lr, step);
 }
 void Table::set(const int64_t* ids, size_t n, size_t field, const float* values) {
   parts_->writer.set(ids, n, field, values);

@@ -72,10 +72,10 @@ class Table {
   void update(const int64_t* ids, size_t n, const float* grads, std::optional<double> lr, std::optional<int64_t> step);
   // One step with sums that are known to be finite: (batch.num_unique(), dim), in the order of batch.unique().
   void update(const Batch& batch, const float* sums, std::optional<double> lr, std::optional<int64_t> step);
-  // For calls of several tables (many.h), before one of them changes: make the checks of lookup() and update(), and the
-  // latter's room in memory and on disk. Change no row.
+  // For calls of several tables (many.h, shards), before one of them changes: make the checks of lookup(), or those of
+  // update() or set() and their room in memory and on disk. Change no row.
   void check_lookup(const int64_t* ids, size_t n) const;
-  void check_update(const Batch& batch, std::optional<double> lr, std::optional<int64_t> step);
+  void check_change(const Batch& batch, bool is_step, std::optional<double> lr, std::optional<int64_t> step);
   void stage(const int64_t* ids, size_t n);
   // ---- The window; see jobs/prefetcher.h. expect() returns the batch's number, kNoUse when there is nothing to plan
   // (every row is in RAM), or kWindowFull. `most`: the most batches in the window; 0: as many as are useful. advance()

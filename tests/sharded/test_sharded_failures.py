@@ -75,8 +75,6 @@ class Failing:
             return getattr(self.core, name)
 
         def call(*arguments: Any) -> Any:
-            if name == "update_batch" and arguments[3] == 0:  # only asked whether it would
-                return self.core.update_batch(*arguments)
             if self.first is not None:
                 self.first()
             if self.error is not None:
@@ -236,6 +234,29 @@ def test_rows_beyond_a_disk_limit_change_no_shard(tmp_path: Path) -> None:
         pytest.fail("the limit bound nothing")
     assert len(table) == stored
     table.update(ids[:100], np.ones((100, 16), np.float32))
+    table.close()
+
+
+@pytest.mark.parametrize(("call", "admit"), [("update", None), ("set", None), ("set", 0.001)])
+def test_rows_beyond_the_memory_of_one_shard_change_no_shard(call: str, admit: float | None, tmp_path: Path) -> None:
+    facts = {**FACTS, "dim": 2, "num_rows": None, "admit": admit}
+    table = bb.ShardedTable.create(tmp_path / "user", **facts, shards=2, ram="2MiB")
+    ids = np.arange(1_000_000)
+    owners = table.shards_of(ids)
+    few, many = ids[owners == 0][:100], ids[owners == 1]
+    for begin in range(0, many.size, 5_000):
+        part = np.concatenate([few, many[begin : begin + 5_000]])
+        before = table.step, table.get(few)
+        try:
+            getattr(table, call)(part, np.full((part.size, 2), begin + 1.0, np.float32))
+        except MemoryError as error:
+            assert "shard-0001" in str(error)
+            break
+    else:
+        pytest.fail("the budget bound nothing")
+    assert {core.step() for core in table.core._cores} == {before[0]}
+    assert np.array_equal(table.get(few), before[1])
+    table.update(few, np.ones((few.size, 2), np.float32))
     table.close()
 
 

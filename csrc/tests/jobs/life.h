@@ -76,7 +76,7 @@ struct Life {
         std::vector<float> out(ids.size() * kDim);
         table->lookup(batch, true, out.data());
       }
-      table->check_update(batch, std::nullopt, std::nullopt);
+      table->check_change(batch, true, std::nullopt, std::nullopt);
       update(table.get(), batch, grads);
     }
     return grads;

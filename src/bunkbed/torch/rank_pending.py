@@ -134,7 +134,7 @@ class RankPending(Pending):
         self.batch = self.shared.local.batch(np.concatenate([part.ids for part in self._parts]))
         self.sums, squares = self.batch.sum_squares(grads)
         self._sums_are_finite = math.isfinite(_native.norm_of(squares[None]))
-        self._rows.require_ready(self.batch)
+        self._rows.check_change(self.batch, is_step=True)
         exact: Ids = squares
         return exact
 

@@ -23,7 +23,7 @@ from bunkbed.core.arguments import Floats, Ids
 from bunkbed.core.types import Array, Json
 from bunkbed.errors import BunkbedError, TableClosedError
 from bunkbed.sharded.base.bag_pooling import BagPooling
-from bunkbed.sharded.base.rows import ShardedBatch, ShardedRows, checker_of, require_ready
+from bunkbed.sharded.base.rows import ShardedBatch, ShardedRows, checker_of
 from bunkbed.table.sweeps import first_removable
 from bunkbed.table.table import Table
 from bunkbed.torch.ranks.exchange import exchange_of
@@ -131,12 +131,11 @@ class RankRows:
             self._last = f", last with {', '.join(f'{value:.9g}' for value in facts)}" if facts else ""
             self._changes.condition.notify_all()
 
-    def require_ready(self, batch: Any) -> None:
-        """Raise if this rank could not apply a change of the rows of `batch`."""
-        if isinstance(self.local.core, ShardedRows):
-            self.local.core.require_ready(batch)
-        else:
-            require_ready(self.local.plain_core, batch, self.dim)
+    def check_change(self, batch: Any, *, is_step: bool) -> None:
+        """Raise if this rank could not apply a step, or a `set`, of the rows of `batch`."""
+        core = self.local.core
+        rows = core if isinstance(core, ShardedRows) else self.local.plain_core
+        rows.check_change(batch, is_step)
 
     # ---- Reading
 
@@ -211,7 +210,7 @@ class RankRows:
         own, rows = self._come(what, ids, values, lambda: probe.set(ids, field, values))
 
         def ready() -> None:
-            self.require_ready(self.local.core.batch(own))
+            self.check_change(self.local.core.batch(own), is_step=False)
 
         self._change(ready, lambda: self.local.core.set(own, field, rows))
 
@@ -305,7 +304,7 @@ class RankRows:
         def ready() -> None:
             if not math.isfinite(norm):
                 self._checker.update(own, values, lr, None)  # raises and names the sum that overflows
-            self.require_ready(batch)
+            self.check_change(batch, is_step=True)
 
         self._change(
             ready, lambda: self.local.core.update_batch(batch, sums, lr, number), -1.0 if lr is None else lr, number
