@@ -53,7 +53,7 @@ def main() -> None:
         cases = suite.find(options.names, quick=options.quick)
     except KeyError as error:
         sys.exit(error.args[0])
-    # Told to end, leave properly: a case removes its files, the suite ends the case, a process group of its own.
+    # On SIGTERM exit through `finally` blocks: a case removes its files, the suite ends the case's process group.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     if options.outcome:
         outcome = suite.run_here(cases[0], settings)

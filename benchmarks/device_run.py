@@ -34,7 +34,7 @@ def run(*command: str, timeout: float | None = None) -> int:
     """The exit status of a command in the checkout, printed first; 124 where it took longer than `timeout`."""
     print("$ " + " ".join(command), flush=True)
     path = os.pathsep.join([str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # A session of its own: what the sanitizer started must not go on beside the measurements when it is ended.
+    # A session of its own: when the sanitizer is killed, its child processes must not run on during the measurements.
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, start_new_session=True)
     try:
         return process.wait(timeout)

@@ -5,10 +5,10 @@ Steps go through `bunkbed.torch` (lookup, backward of a constant gradient, `Opti
 
 commit-stall        A cycle: quiet steps, begin_commit(), steps until it is durable and five more. The stall of each of
                     these, the five included, is its time beyond the median quiet step. Every fourth cycle commits in
-                    the foreground instead. A stall is two things, told apart by the table's own count: waiting longer
-                    for the rows that the step itself reads, which is the device's, and the rest, which is the commit's.
-commit-throughput   1,000 steps with a commit begun in their midst beside 1,000 of a table that never commits, or that
-                    is made with ``durability="scratch"`` where this release has it, in turns.
+                    the foreground instead. The table's ``stall_s`` splits a stall in two: the longer wait for the rows
+                    that the step itself reads, which is the device's, and the rest, which is the commit's.
+commit-throughput   1,000 steps with a commit started half-way, compared with 1,000 of a table that never commits, or
+                    that is made with ``durability="scratch"`` where this release has it. The sides take turns.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from benchmarks.peers.records import DIM, RECORD_BYTES
 from bunkbed import _native
 from bunkbed.torch import Embedding, Optimizer
 
-#: Steps after a commit is durable that are judged with those beside it: collecting, compaction and the directory
-#: checkpoint that it makes due begin only then.
+#: Steps after a commit is durable that are judged with those during it: garbage collection, compaction and the index
+#: snapshot that it makes due start only then.
 AFTERMATH = 5
 
 
@@ -41,7 +41,7 @@ class Step(NamedTuple):
     """What one took."""
 
     seconds: float
-    waited: float  # of them, for rows to be read
+    waited: float  # the part of `seconds` that waited for reads
 
     @property
     def rest(self) -> float:
@@ -52,8 +52,8 @@ class Step(NamedTuple):
 class Steps:
     """Training steps on one table; batch `i` is the same for every table of that size.
 
-    `batches` of them are made before any clock starts and come again in turn: so many that their tails do not fit the
-    cache together, or a table on disk would be trained from RAM.
+    `batches` batches are made before any clock starts and are repeated in a cycle: so many that their tails do not fit
+    the cache together, or a table on disk would be trained from RAM.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Cycle:
 
     dirty: int = 0
     quiet: list[Step] = field(default_factory=list)
-    beside: list[Step] = field(default_factory=list)  # from begin_commit() until it is durable
+    during: list[Step] = field(default_factory=list)  # from begin_commit() until the commit is durable
     after: list[Step] = field(default_factory=list)
     call: float | None = None
     durable: float | None = None
@@ -103,7 +103,7 @@ class Cycle:
 
 
 def stall_figures(name: str, cycles: Sequence[Cycle], target_ms: float) -> list[Figure]:
-    """The stall beside its target, and what it is to be compared with."""
+    """Return the stall with its target, and the figures to compare it with."""
 
     def stalls(part: str, values: Sequence[float], note: str = "", **target: float) -> Figure:
         p50, p99 = np.percentile(values, [50, 99])
@@ -113,21 +113,21 @@ def stall_figures(name: str, cycles: Sequence[Cycle], target_ms: float) -> list[
         )
 
     def judged(part: str) -> list[float]:
-        return [value for one in cycles for value in one.beyond(one.beside + one.after, part)]
+        return [value for one in cycles for value in one.beyond(one.during + one.after, part)]
 
     middle = statistics.median(step.seconds for one in cycles for step in one.quiet) * 1e3
     dirty = statistics.median(one.dirty for one in cycles)
     note = f"; beyond a quiet step's {middle:.1f} ms; {dirty:,.0f} rows dirty"
-    beside = [value for one in cycles for value in one.beyond(one.beside)]
+    during = [value for one in cycles for value in one.beyond(one.during)]
     after = [value for one in cycles for value in one.beyond(one.after)]
-    whole = f"stall of a step beside a commit or one of {AFTERMATH} after it"
+    whole = f"stall of a step during a commit or one of {AFTERMATH} after it"
     quiet = [value for one in cycles for value in one.beyond(one.quiet)]
     calls, durable, foreground = ([getattr(one, kind) for one in cycles] for kind in ("call", "durable", "foreground"))
     return [
         stalls(whole, judged("seconds"), note, at_most=target_ms),
         stalls("of it, waiting for the step's own reads", judged("waited")),
         stalls("of it, the rest: what the commit itself stops", judged("rest")),
-        stalls("those beside it alone", beside),
+        stalls("those during it alone", during),
         stalls(f"the {AFTERMATH} after it alone", after),
         stalls("the same of quiet steps", quiet),
         Figure(f"{name}: begin_commit()", *spread(calls), note="the call itself"),
@@ -154,7 +154,7 @@ def cycle(steps: Steps, soil: Callable[[], list[Step]], *, background: bool) -> 
     pending = steps.table.begin_commit(meta={"step": steps.taken})
     made.call = time.perf_counter() - start
     while not pending.done:
-        made.beside.append(steps.step())
+        made.during.append(steps.step())
     made.durable = time.perf_counter() - start
     pending.wait()
     made.after += [steps.step() for _ in range(AFTERMATH)]
@@ -250,7 +250,7 @@ class Turn:
 
 
 def turn(steps: Steps, count: int, *, commits: bool) -> Turn:
-    """So many steps, with a commit begun half-way through; it is durable when the turn ends."""
+    """Take `count` steps and, with `commits`, start a commit half-way; it is durable when the turn ends."""
     before, io, start = dict(steps.table.stats()), common.proc_io(), time.perf_counter()
     pending = None
     for number in range(count):
@@ -341,7 +341,7 @@ def compare(settings: Settings, folder: Path, place: Place) -> list[Figure]:
 
 
 def speed(name: str, found: dict[str, list[Turn]], other: str) -> list[Figure]:
-    """Steps a second of one beside the other's, round by round."""
+    """Compare the steps a second of both sides, round by round."""
     ratios = [100 * b.seconds / a.seconds for a, b in zip(found["committing"], found[other], strict=True)]
     steps = found["committing"][0].steps
     times = {side: statistics.median(t.seconds / t.steps for t in made) * 1e3 for side, made in found.items()}

@@ -48,7 +48,7 @@ class Side:
 
 
 def disk_limit(settings: Settings) -> list[Figure]:
-    """Step times with limits beside none, and the most that the files took."""
+    """Compare step times with and without limits, and return the most that the files took."""
     rows = settings.pick(20_000, 500_000, 1_000_000)
     size = settings.pick(256, 16_384, 16_384)
     turns, steps = settings.pick((2, 10), (3, 60), (5, 120))
@@ -63,7 +63,7 @@ def disk_limit(settings: Settings) -> list[Figure]:
                 dim=DIM,
                 num_rows=rows,
                 ram=max(rows * RECORD_BYTES // 5, 4 << 20),
-                # A small table needs a few MiB beside its rows.
+                # A small table needs a few MiB in addition to its rows.
                 disk=None if limit is None else int(limit * rows * RECORD_BYTES) + (8 << 20),
             )
             common.fill(table, seed=settings.seed)

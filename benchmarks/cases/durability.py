@@ -22,7 +22,7 @@ from benchmarks.harness import common
 from benchmarks.harness.figures import Figure, Settings, missing
 from benchmarks.peers.records import DIM, RECORD_BYTES
 
-#: Records of the opening case are small: opening reads none of them.
+#: Records of the opening case are small: opening reads no records.
 SMALL_DIM = 4
 #: What a row takes on disk there: its record, padded, and its place in an index.
 SMALL_BYTES = 40
@@ -43,9 +43,9 @@ def cold(folder: Path, settings: Settings) -> None:
 def opening(settings: Settings) -> list[Figure]:
     """Seconds until a table of 10^6 to 10^8 rows is open, for training and for reading, and its first lookup done.
 
-    Beside the table that was closed, one whose writer was killed: almost half of its rows were committed after the
-    directory checkpoint that its commits name, and opening has to find them in the log. Records as small as these get
-    no checkpoint before; of tables with larger ones an eighth of the rows is the most.
+    Two tables of each size: one was closed; the writer of the other was killed after it had committed almost half of
+    its rows past the index snapshot that its commits name, and opening has to find these rows in the log. With records
+    as small as these no snapshot is made earlier; with larger records at most an eighth of the rows is not in one.
     """
     sizes = settings.pick((20_000,), (10**6, 10**7), (10**6, 10**7, 10**8))
     rounds = settings.pick(2, 3, 5)

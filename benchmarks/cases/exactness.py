@@ -158,7 +158,7 @@ def train(
             totals[key] = totals.get(key, 0) + value
 
     table = make(folder, ram=ram, disk=disk, **plan.table_arguments())
-    _native.set_checkpoints(1000)  # directory checkpoints beside training, and at the close in the middle
+    _native.set_checkpoints(1000)  # index snapshots during training, and at the close half-way
     try:
         if fault:
             _native.set_fault(fault)
@@ -173,7 +173,7 @@ def train(
                 window = Window(table, depth=2, batches=12)
                 window.push(ids)
             elif step % 25 == 24:
-                table.begin_commit(meta={"step": step})  # the steps that follow go on beside it
+                table.begin_commit(meta={"step": step})  # the next steps run during the commit
             rows = table.lookup(ids)
             if window is None:
                 table.stage(next(coming))
@@ -267,7 +267,7 @@ def check_plan(plan: Plan, folder: Path, ways: list[tuple[int, str]]) -> tuple[i
         for done, ((name, ram), (count, level)) in enumerate(itertools.product(rams.items(), ways)):
             bb.set_num_threads(count)
             _native.set_simd(level)
-            # Turned once more with each budget, so that every level meets both ways.
+            # The order shifts by one with each budget, so that every level is tried with every way of reading.
             _native.set_io(way := reading[(done + done // len(ways)) % len(reading)])
             try:
                 totals = train(plan, expected, folder / f"run-{next(runs)}", ram=ram)

@@ -1,7 +1,7 @@
 """Step time by the size of the table: 10^6 to 10^9 rows, the same unique rows a step, everything touched in RAM.
 
-Every table has the same 400,000 ids' worth of popularity, scattered over its own range, all of them trained before the
-clock starts; so a batch has equally many unique rows everywhere and nothing is read from disk. What may differ is how
+In every table 400,000 ids have the same Zipf probabilities, scattered over its range. They are trained before the
+clock starts: a batch has equally many unique rows in each table, and no row is read from disk. What may differ is how
 rows are found (a flat directory or a hashed one, as the table chooses) and how far apart they lie.
 """
 

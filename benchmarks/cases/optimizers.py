@@ -1,4 +1,4 @@
-"""Each optimizer beside torch's: the largest difference of any weight after 200 steps with duplicate ids.
+"""Each optimizer compared with torch's: the largest difference of any weight after 200 steps with duplicate ids.
 
 torch's side is `nn.Embedding(sparse=True)` with `SparseAdam`, `Adagrad` or `SGD` on its sparse gradients;
 row-wise Adagrad, which torch lacks, is held against its formula in torch. Rows never touched must keep

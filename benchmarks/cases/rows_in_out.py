@@ -1,13 +1,13 @@
-"""Rows in and out: `bb.import_rows` and `bb.export_rows` beside what writes the same bytes: ``numpy.save``, pyarrow,
-safetensors, and the peers of the other formats in `benchmarks.peers.rows`. What came in or went out is compared bit for
-bit, once for each.
+"""Rows in and out: `bb.import_rows` and `bb.export_rows` compared with peers that write the same bytes:
+``numpy.save``, pyarrow, safetensors, and the peers of the other formats in `benchmarks.peers.rows`. The rows of each
+import and export are compared bit for bit, once.
 
 All sides end with their bytes synced to the disk. Exports find the rows in RAM, as their peers do, in a table whose
 budget holds them; imports, into a table that holds few, read a file that is in the page cache, check it, and end
 with a commit. Rows that must come
-from the disk are exported to ``.npy`` as well, past the page cache, beside ``numpy.save`` of an array that lies in a
-file. Without a target stand beside them: a peer's reading alone, into RAM; ``numpy.save`` that nobody syncs; and the
-export from the disk beside ``numpy.save`` of rows in RAM.
+from the disk are exported to ``.npy`` as well, past the page cache, compared with ``numpy.save`` of an array that is
+loaded from a file. Figures without a target: a peer's reading alone, into RAM; ``numpy.save`` without a sync; and the
+export from the disk compared with ``numpy.save`` of rows in RAM.
 
 ``python -m benchmarks.cases.rows_in_out --bytes 20GB --ram 384MiB --limit 512MiB`` imports a ``.npy`` file of any size
 inside a memory cgroup, by the command line's own path: `bb.create`, `bb.import_rows`, a commit.
@@ -36,7 +36,7 @@ from bunkbed.core.budget import parse_bytes
 DIM = 64
 TARGET = 0.5
 RAM = "512MiB"  # holds every table here
-IMPORT_RAM = "64MiB"  # holds few of them: rows that stay in RAM would cost an import their memory's first touch
+IMPORT_RAM = "64MiB"  # holds few rows: for each row that stays in RAM an import would pay the first touch of its memory
 UNSYNCED = "numpy.save not synced"
 FROM_DISK = "numpy.save of a file on disk"
 STATE = ("weight", "exp_avg", "exp_avg_sq")
@@ -252,7 +252,7 @@ def _peer(folder: Path, settings: Settings, peer: Peer) -> list[Figure]:
             bb.import_rows(table, source / peer.file, **given)
 
     sides = {peer.side: save(write, peer.file), SAVE: save(lambda path: np.save(path, as_many), "bytes.npy")}
-    first, beside = (SAVE, peer.side) if peer.against_save else (peer.side, SAVE)
+    first, second = (SAVE, peer.side) if peer.against_save else (peer.side, SAVE)
     name = f"{peer.format} with Adam state" if peer.has_state else peer.format
     figures = []
     with create(folder / "out") as table:
@@ -266,14 +266,14 @@ def _peer(folder: Path, settings: Settings, peer: Peer) -> list[Figure]:
                 bb.export_rows(table, target, format=peer.format, slots=slots)
 
             times = _turns({turns.OURS: _alone(bring_out, ours, ours.mkdir), **sides}, settings)
-            figures += _figures(f"export to {name}", times, first, num_bytes, beside, is_judged=peer.is_judged)
+            figures += _figures(f"export to {name}", times, first, num_bytes, second, is_judged=peer.is_judged)
             ours.mkdir()
             bring_out()
             with create(folder / "again") as again:
                 bb.import_rows(again, target, **given)
                 _check(again, content)
     times = _turns({turns.OURS: _alone(bring_in, made), **sides}, settings)
-    figures += _figures(f"import of {name}", times, first, num_bytes, beside, is_judged=peer.is_judged)
+    figures += _figures(f"import of {name}", times, first, num_bytes, second, is_judged=peer.is_judged)
     shutil.rmtree(folder)
     return figures
 
@@ -304,7 +304,7 @@ def _alone(call: Callable[[], Any], makes: Path, before: Callable[[], Any] = lam
         seconds = []
         for _ in indices:
             before()
-            os.sync()  # nobody's writing is left to the next
+            os.sync()  # so that no call writes back the pages of an earlier one
             seconds.append(common.timed(call))
             shutil.rmtree(makes, ignore_errors=True)
             makes.unlink(missing_ok=True)
@@ -318,13 +318,13 @@ def _turns(sides: dict[str, turns.Turn], settings: Settings) -> turns.Times:
 
 
 def _figures(
-    what: str, times: turns.Times, peer: str, num_bytes: int, *beside: str, is_judged: bool = True
+    what: str, times: turns.Times, peer: str, num_bytes: int, *others: str, is_judged: bool = True
 ) -> list[Figure]:
     note = f"{common.bb_bytes(num_bytes)}; {num_bytes / times.median(turns.OURS) / 1e6:,.0f} MB/s"
-    note += "".join(f", {side} {num_bytes / times.median(side) / 1e6:,.0f}" for side in (peer, *beside))
+    note += "".join(f", {side} {num_bytes / times.median(side) / 1e6:,.0f}" for side in (peer, *others))
     target = {"at_least": TARGET} if is_judged else {}
     figures = [turns.ratio(times, peer, name=f"{what}, ratio {peer} / bunkbed", note=note, **target)]
-    figures += [turns.ratio(times, side, name=f"{what}, ratio {side} / bunkbed") for side in beside]
+    figures += [turns.ratio(times, side, name=f"{what}, ratio {side} / bunkbed") for side in others]
     for figure in figures:
         print(figure.line())
     return figures

@@ -11,7 +11,7 @@ Collaborative filtering, users x products, by matrix factorisation (see `sides`)
 1. Rates of the device, its link and the disk are measured; the least time of a step follows (`Limits.formula`).
 2. A small case is trained with every size of cache; rows must have the same bits.
 3. A cell is one Zipf exponent and one place of the table. Its sides, of both dims, take turns in rounds in rotating
-   order, each on batches nobody had. A turn warms up, then times its steps as one, the device idle at both ends.
+   order, each on new batches. A turn warms up, then times its steps as one, the device idle at both ends.
    Figures are medians over rounds, ratios are taken within a round.
 4. The most important cells come first. What no time is left for is skipped, and said to be: the command keeps
    `--minutes` by itself.
@@ -52,7 +52,7 @@ from benchmarks.harness.figures import Figure, Settings
 Save = Callable[[Results], Any]
 #: One side's turn: what it measured, under the names it is reported by.
 Turn = Callable[[Draw, Pace, bool], dict[Key, Sample]]
-#: Either table has so many rows for each id of a batch: then 1 % of them hold a batch.
+#: Rows of each table for each id of a batch: a cache of 1 % of the rows then holds a batch.
 USERS, PRODUCTS = 144, 112
 
 
@@ -96,7 +96,7 @@ def make_plan(
     )
     seconds = 60 * (minutes or settings.pick(4.0, 1.0, 7.0))
     plan = Plan(seconds, (USERS * batch, PRODUCTS * batch), batch, seed=settings.seed, **{**sizes, **changes})
-    # Both dims' tables and recipes, and the case with 4x the rows; on the device two recipes beside one whole cache.
+    # RAM: both dims' tables and recipes, and the case with 4x the rows. Device: two recipes and one whole cache.
     row = 12 * sum(plan.dims)
     host = row + max(row, 12 * min(plan.dims) * 9)
     most = [0.6 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES") / host]
@@ -184,7 +184,7 @@ class Bench:
         report.show(self.results, self.device, exponent, place, plan.batch)
 
     def growth(self, exponent: float, seconds: float) -> None:
-        """Four times the rows beside as many as elsewhere, the least dim."""
+        """Compare four times the rows with the rows of the other cells, at the least dim."""
         plan, device, ends = self.plan, self.device, time.perf_counter() + seconds
         dim, sides = min(plan.dims), dict[str, Turn]()
         datas = {times: self._data((times * plan.sizes[0], times * plan.sizes[1]), exponent) for times in (1, 4)}
@@ -273,7 +273,7 @@ class Bench:
         """Rounds of turns until `ends` or the plan's number; the first one is worth overrunning for."""
         plan = self.plan
         for index in range(plan.rounds):
-            begun = time.perf_counter()
+            round_started = time.perf_counter()
             for place, name in enumerate(turns.order(list(sides), index)):
                 if name in self._failed:
                     continue
@@ -297,7 +297,7 @@ class Bench:
                     if key.side == "d" and tables is not None:
                         least = self.limits.formula(sample, tables, 2 * plan.batch)
                     self.results.add(key, index, sample, least)
-            if time.perf_counter() + (time.perf_counter() - begun) > ends:
+            if time.perf_counter() + (time.perf_counter() - round_started) > ends:
                 break
         for name in sides:
             self._took.pop(name, None)

@@ -58,10 +58,10 @@ def best_rate(device: Device, call: Callable[[], Any], num_bytes: int, *, second
     device.synchronize()
     best, started = 0.0, time.perf_counter()
     while time.perf_counter() - started < seconds:
-        begun = time.perf_counter()
+        call_started = time.perf_counter()
         call()
         device.synchronize()
-        best = max(best, num_bytes / (time.perf_counter() - begun))
+        best = max(best, num_bytes / (time.perf_counter() - call_started))
     return best
 
 

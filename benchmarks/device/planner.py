@@ -1,10 +1,10 @@
 """The host's part of a device cache: from a batch's ids to frames, loads and evictions, on one core.
 
-65,536 Zipf(1.05) ids a step over 4M and 40M rows, a cache of 5 % and of 20 % of them that is full and warm, and half of
-whose steps train. What a step costs is told apart: *dedupe* (`Table.batch`, which the step needs without a device
-too), *plan* (which row goes where, what is loaded and what gives way), the *positions* of all ids, *release* of its
-pins, and with a window of 8 batches *expect*. The rate is of the first three, what stands between a batch's ids and its
-plan; the note has that of all. The records themselves are not moved here.
+A step has 65,536 Zipf(1.05) ids over 4M and 40M rows. The cache of 5 % and of 20 % of the rows is full and warm, and
+half of the steps train. The parts of a step are timed separately: *dedupe* (`Table.batch`, which the step needs without
+a device too), *plan* (frames, loads and evictions), the *positions* of all ids, *release* of its pins, and with a
+window of 8 batches *expect*. The rate is that of the first three, which a step needs before its plan can be executed;
+the note has the rate of all parts. The records themselves are not moved here.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def panel(axes: Any, measured: list[dict[str, Any]], shares: list[float]) -> dic
     """Draws one panel; what its marks mean."""
     labels = {}
     for side, (label, color) in RECIPES.items():
-        # (a) and (b) were measured beside the tables in RAM, where there were such.
+        # (a) and (b) were measured with the tables in RAM, where there were any.
         rates = [one["steps_per_s"] for one in measured if one["side"] == side]
         if rates:
             labels[label] = axes.axhline(rates[0], color=color, linewidth=1.4, linestyle=":")

@@ -112,7 +112,7 @@ class Results:
         self.skipped.append(why)
 
     def kernel_share(self) -> float | None:
-        """Bytes the kernel read from the disk beside those the tables asked it for; None where nothing was asked."""
+        """Return the kernel's bytes read from disk / the bytes that tables requested; None without such requests."""
         samples = [s for key, found in self.measured.items() if key.place == "SSD" for s in found.rounds.values()]
         asked = sum(sample.asked_bytes for sample in samples)
         return sum(sample.kernel_bytes for sample in samples) / asked if asked else None
@@ -168,7 +168,7 @@ def cells(key: Key, found: Measured, results: Results) -> list[str]:
         return "-" if value is None else format(value * scale, form)
 
     percent = found.percent
-    beside = [
+    recipes = [
         results.measured.get(dataclasses.replace(key, side=side, share=None, ahead=False)) if key.side == "d" else None
         for side in "ab"
     ]
@@ -185,7 +185,7 @@ def cells(key: Key, found: Measured, results: Results) -> list[str]:
         text(found.median("read_records")) if key.place == "SSD" and key.side == "d" else "-",
         "-" if percent is None else f"{percent:.0f} ({found.bound})",
         text(found.median("device_bytes"), ",.1f", 1 / (1 << 20)),
-        *("-" if other is None else f"{other.step_s / found.step_s:.2f}x" for other in beside),
+        *("-" if other is None else f"{other.step_s / found.step_s:.2f}x" for other in recipes),
     ]
 
 
@@ -205,7 +205,7 @@ def show(results: Results, device: Device, exponent: float, place: str, batch: i
     order = sorted(found, key=lambda k: (k.dim, k.side, k.times, -(k.share or 0), k.ahead))
     lines = [HEAD, *[cells(key, found[key], results) for key in order]]
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
-    where = {"growth": "in RAM, 4x the rows beside as many as elsewhere"}.get(place, f"table in {place}")
+    where = {"growth": "in RAM, with as many rows as elsewhere and with 4x"}.get(place, f"table in {place}")
     rounds = max(len(measured.rounds) for measured in found.values())
     print(f"\nZipf {exponent:g}, {where}; device {device.torch}, {batch:,} ids each, medians of <= {rounds} rounds")
     for line in lines:

@@ -2,7 +2,7 @@
 
 The model is matrix factorisation: score = <user, product>, a logistic loss, one optimizer step a batch. A side takes
 turns; each turn warms up, then times its steps as one, the device idle at both ends: a wait for the device after each
-step would take away what copies and kernels do beside each other.
+step would keep copies and kernels from overlapping.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Device:
                 torch.accelerator.reset_peak_memory_stats(self.torch)
 
     def free_bytes(self) -> int | None:
-        """Bytes nobody uses; None where the driver does not tell."""
+        """Return the free bytes of device memory; None where the driver does not report them."""
         if self.torch.type == "mps":
             return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
         if self.is_accelerator:
@@ -173,7 +173,7 @@ class Sample:
     read_records: float = 0.0  # from disk
     written_bytes: float = 0.0  # to disk
     device_bytes: int | None = None  # of device memory the side took at most
-    cache_bytes: int = 0  # of them the cache's
+    cache_bytes: int = 0  # the cache's part of these
     asked_bytes: float = 0.0  # that the table asked the disk for in all the turn, and what the kernel read
     kernel_bytes: float = 0.0
 
@@ -243,7 +243,7 @@ class Recipe:
         self.loss = Loss(device, data.batch)
         self.held: Any = None if before is None else (device.allocated() or 0) - before
         self.most: int | None = None  # bytes of device memory, in any turn
-        if not device.is_accelerator:  # nobody counts: weights and both averages
+        if not device.is_accelerator:  # no counter: weights and both averages
             self.most = sum(3 * table.weight.nbytes for table in self.tables)
 
     def step(self, batch: Batch) -> None:
@@ -258,7 +258,7 @@ class Recipe:
         """Timed steps."""
         batches = draw(pace.batches)
         self.device.reset_peak()
-        begun: Any = self.device.allocated()
+        at_start: Any = self.device.allocated()
         step_s, steps = timed(self.device, iter(batches), self.step, pace, lambda: None)
         ids = 2 * self.data.batch
         is_resident = self.home == self.device.torch
@@ -269,8 +269,8 @@ class Recipe:
             sample.link_bytes = float(ids * 8 if is_resident else 2 * copied)
         sample.loaded_bytes = float(copied)
         peak: Any = self.device.allocated(peak=True)
-        if None not in (peak, self.held, begun):  # the optimizer's state is made in the first turn
-            self.most = max(self.most or 0, self.held + peak - begun)
+        if None not in (peak, self.held, at_start):  # the optimizer's state is made in the first turn
+            self.most = max(self.most or 0, self.held + peak - at_start)
         sample.device_bytes = self.most
         return sample
 
@@ -307,7 +307,7 @@ class Tables:
 
 
 def make_tables(sizes: tuple[int, int], dim: int, folder: Path | None) -> Tables:
-    """Tables every row of which is stored; with a folder on disk, committed, reopened, with RAM for a tenth of them."""
+    """Make tables with every row stored; in a folder: committed and reopened, with RAM for a tenth of the rows."""
     made, folders = [], []
     for name, rows in zip(("users", "products"), sizes, strict=True):
         path = None if folder is None else folder / f"{name}-{dim}"
@@ -339,8 +339,8 @@ class Ours:
     """Tables with device caches of a share of their records' bytes.
 
     Caches of other sizes take turns on the same tables: a turn attaches a cache, fills it with the hottest rows, steps
-    with `lookahead` and without it, and detaches it. Filled by training them, as in the long run nearly every row that
-    gives way is one that must be written back; a cache that holds everything evicts nothing and is filled by lookups.
+    with `lookahead` and without it, and detaches it. The turn fills the cache by training these rows, because in long
+    training nearly every evicted row is dirty; a cache that holds all rows evicts none and is filled by lookups.
     """
 
     def __init__(
@@ -361,7 +361,7 @@ class Ours:
         return ""
 
     def turn(self, draw: Draw, pace: Pace, *, reverse: bool = False) -> dict[bool, Sample]:
-        """Timed steps without and with lookahead; `reverse`: which of them goes first."""
+        """Timed steps without and with lookahead; with `reverse` in the other order."""
         gc.collect()
         before = self.device.allocated()
         model = Model(self.device, self.tables, self.caches)
@@ -371,7 +371,7 @@ class Ours:
             modes = list(self.modes)[:: -1 if reverse else 1]
             return {mode: self._steps(model, optimizer, draw(pace.batches), pace, mode, before) for mode in modes}
         finally:
-            # What the device holds goes back before its layers go: nobody could ask for it later.
+            # Write the rows back before the layers are deleted: afterwards no object could do so.
             for table in self.tables.both:
                 tier = pending_of(table).tier
                 if isinstance(tier, DeviceTier):

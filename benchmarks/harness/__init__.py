@@ -1,1 +1,1 @@
-"""What all cases share: the list of them, sides in turns, figures and their report."""
+"""What all cases share: their list, sides in turns, figures and their report."""

@@ -282,7 +282,7 @@ class MemoryLimit:
 
 
 class Child:
-    """A benchmark process that steps when told to, so that two of them can be interleaved.
+    """A benchmark process that steps on request, so that two processes can be interleaved.
 
     The child reads one JSON request a line from standard input and answers with one JSON line (see `serve`).
     """

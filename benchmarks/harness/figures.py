@@ -41,7 +41,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number, beside its target where it has one.
+    """One measured number, with its target where it has one.
 
     Args:
         name: what was measured, such as ``"ratio torch / bunkbed"``.
@@ -95,9 +95,9 @@ class Figure:
     def line(self) -> str:
         """One printed line."""
         verdict = {True: "reached", False: "MISSED", None: ""}[self.reached]
-        beside = f", wanted {self.target}: {verdict}" if self.target else ""
+        wanted = f", wanted {self.target}: {verdict}" if self.target else ""
         note = f"; {self.note}" if self.note else ""
-        return f"{self.name}: {self.text()}{beside}{note}"
+        return f"{self.name}: {self.text()}{wanted}{note}"
 
 
 @dataclass
@@ -111,7 +111,7 @@ class Outcome:
     revision: str = ""
     size: Size = "full"
     seconds: float = 0.0
-    #: Processors that other processes kept busy meanwhile, on average: a figure taken beside much of it is void.
+    #: Processors that other processes kept busy meanwhile, on average: if these are many, the figures are void.
     others: float = 0.0
     skipped: str = ""
     failed: str = ""

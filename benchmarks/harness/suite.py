@@ -78,7 +78,7 @@ CASES = (
     Case(
         "step-phases",
         "cases.ram.step_phases:step_phases",
-        f"phases of an Adam step with 1 and 2 threads, beside the least that memory allows each, {RESIDENT}",
+        f"phases of an Adam step with 1 and 2 threads, and the least time that memory allows for each, {RESIDENT}",
     ),
     Case(
         "dense-adam",
@@ -100,14 +100,14 @@ CASES = (
     Case(
         "device-planner",
         "device.planner:device_planner",
-        "a device cache's plans on one core: 65,536 Zipf(1.05) ids over 4M and 40M rows, 5 % and 20 % of them cached",
+        "a device cache's plans on one core: 65,536 Zipf(1.05) ids over 4M and 40M rows, 5 % and 20 % cached",
         ">= 30M ids/s, dedupe included",
         (),
     ),
     Case(
         "larger-than-memory",
         "cases.disk.larger_than_memory:larger_than_memory",
-        f"Adam step beside np.memmap, {LARGER}",
+        f"Adam step compared with np.memmap, {LARGER}",
         "<= 120 ms; fewer misses with lookahead; <= 1.1x the best static cache's; >= 92 % of the limit",
         limit_s=600,
     ),
@@ -121,7 +121,7 @@ CASES = (
     Case(
         "key-value-stores",
         "cases.disk.larger_than_memory:key_value_stores",
-        f"Adam step in steady state beside RocksDB and LMDB, {LARGER}",
+        f"Adam step in steady state compared with RocksDB and LMDB, {LARGER}",
         ">= 5x both",
         limit_s=900,
         quick=False,
@@ -129,7 +129,7 @@ CASES = (
     Case(
         "read-cost",
         "cases.disk.read_cost:read_cost",
-        "a matrix product beside reads by io_uring and by threads; processor time of a read",
+        "a matrix product during reads by io_uring and by threads; processor time of a read",
         "io_uring only where the model gains >= 10 % by it",
     ),
     Case(
@@ -163,14 +163,14 @@ CASES = (
     Case(
         "commit-stall",
         "cases.commits:commit_stall",
-        "steps beside a commit: 1 % dirty of 10M x 64 + Adam on SSD, and a cache of 1 GiB dirty all over",
+        "steps during a commit: 1 % dirty of 10M x 64 + Adam on SSD, and a cache of 1 GiB dirty all over",
         "p99 of the stall <= 50 ms and <= 100 ms",
         limit_s=900,
     ),
     Case(
         "commit-throughput",
         "cases.commits:commit_throughput",
-        "a commit every 1,000 steps beside a table without durability, disk-bound and in RAM; bytes written",
+        "a commit every 1,000 steps compared with a table without durability, disk-bound and in RAM; bytes written",
         ">= 95 %",
         limit_s=900,
     ),
@@ -207,7 +207,7 @@ CASES = (
     Case(
         "keras-layer",
         "cases.training.keras_fit:layer",
-        "lookup and Adam step through bunkbed.keras beside bunkbed.torch, 4M x 64 in RAM, 8,192 Zipf(1.05) ids",
+        "lookup and Adam step through bunkbed.keras compared with bunkbed.torch, 4M x 64 in RAM, 8,192 Zipf(1.05) ids",
         "<= 1.3x, less what a step without a layer takes",
         ("torch", "keras", "tensorflow"),
     ),
@@ -231,7 +231,7 @@ CASES = (
     Case(
         "device",
         "device.experiment:device",
-        "matrix factorisation with a device cache beside nn.Embedding resident and on the CPU, on the accelerator here",
+        "matrix factorisation with a device cache compared with nn.Embedding resident and on the CPU",
         "the same bits; with an accelerator, 5 % cached: >= 1x resident, >= 10x CPU, 70 % of the link; 4x rows <= 1.1x",
         limit_s=600,
         correctness=True,
@@ -239,7 +239,7 @@ CASES = (
     Case(
         "rows-in-out",
         "cases.rows_in_out:rows_in_out",
-        "import and export of every format beside what else writes it, all synced; an import in a memory cgroup",
+        "import and export of every format compared with other writers, all synced; an import in a memory cgroup",
         ">= .5x numpy.save and each format's library",
         ("pyarrow",),
         limit_s=600,
@@ -287,7 +287,7 @@ CASES = (
     Case(
         "train-speed",
         "cases.training.quality_cases:training_speed",
-        "`bunkbed train` of both MovieLens-1M recipes beside the same model in plain torch with SparseAdam",
+        "`bunkbed train` of both MovieLens-1M recipes compared with the same model in plain torch with SparseAdam",
         ">= 1.5x the pairs/s",
         ("torch", "pyarrow", "rich"),
     ),
@@ -319,7 +319,7 @@ CASES = (
     Case(
         "quality-bfloat16",
         "cases.training.quality_cases:bfloat16",
-        "MovieLens-1M GMF with bfloat16 rows and row-wise Adagrad beside float32 and Adam (5 minutes)",
+        "MovieLens-1M GMF with bfloat16 rows and row-wise Adagrad compared with float32 and Adam (5 minutes)",
         "HR@10 within .005; a third of the record bytes",
         ("torch", "pyarrow"),
         limit_s=1500,

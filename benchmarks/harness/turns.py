@@ -5,7 +5,7 @@
    always follows the same other side, whose caches it would inherit.
 3. The first rounds warm caches and allocators and count for nothing.
 4. A ratio is taken within a round, from the medians of its turns, because absolute times drift over a run. The
-   published ratio is the median over rounds; the least flattering round stands beside it.
+   published ratio is the median over rounds; the least flattering round is printed with it.
 """
 
 from __future__ import annotations

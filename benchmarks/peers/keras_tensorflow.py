@@ -66,7 +66,7 @@ class Keras:
 
 
 def child(options: argparse.Namespace) -> None:
-    """Steps when told to."""
+    """Steps on request."""
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import keras

@@ -35,7 +35,7 @@ def environment(path: Path, map_bytes: int) -> Any:
 
 
 def build(path: Path, num_rows: int) -> None:
-    # A page holds five records; copies on write need room beside them.
+    # A page holds five records; copy-on-write needs additional room.
     found = environment(path, max(64 << 20, 2 * num_rows * RECORD_BYTES))
     for rows, records in initial(num_rows):
         with found.begin(write=True) as transaction:

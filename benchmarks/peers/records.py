@@ -37,7 +37,7 @@ class Records(ABC):
         return ""
 
     def close(self) -> None:  # noqa: B027  most have nothing to close
-        """Lets go of its files."""
+        """Closes its files."""
 
 
 class Training:

@@ -1,6 +1,6 @@
 """Formats of rows other than .npy, Parquet, Arrow and safetensors, each with a writer that is not ours.
 
-What the writer makes is what the import is timed with, so that each import also reads somebody else's file.
+The import is timed with the writer's file, so that each import also reads a file of another implementation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SAVE = "numpy.save of as many bytes"
 
 @dataclass(frozen=True)
 class Peer:
-    """A format, and what writes it beside ours.
+    """A format, and a writer of it that ours is compared with.
 
     Args:
         format: its name in `bunkbed.io.formats`.
@@ -156,7 +156,7 @@ _PLAIN = "plain Python write"
 _H5 = ("h5py", "h5py")
 #: Numbers of `Peer.rows`.
 _STATE, _WEIGHTS, _TEXT = (900, 60_000, 333_000), (1_500, 150_000, 1_000_000), (300, 10_000, 100_000)
-#: TensorFlow has all rows in memory, beside those of the file that it writes.
+#: TensorFlow has all rows in memory, in addition to those of the file that it writes.
 _IN_MEMORY = (1_500, 150_000, 300_000)
 
 PEERS = (

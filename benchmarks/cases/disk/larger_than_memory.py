@@ -11,11 +11,11 @@ memmap    the textbook recipe in NumPy: unique ids, sorted; `rows = memmap[ids]`
 advised   the same with `madvise(MADV_RANDOM)`, which not every textbook has.
 rocksdb, lmdb   the same recipe on a key-value store, tuned; case `key-value-stores`.
 
-Printed beside the times: rows missed and first touched (about 0, or the figure would be flattered), what the best
+Printed with the times: rows missed and first touched (about 0, or the figure would be flattered), what the best
 static cache of as many frames would have missed on the same batches (ours must find out which those are: a row at its
 border comes up every few hundred steps, so the warm-up is long), the device's own limits measured in the same run, and
-the kernel's `read_bytes` beside the bytes the engine asked the device for (512-byte blocks, where the device has them):
-below 90 % the figure is void, for then it came from the page cache.
+the kernel's `read_bytes` as a share of the bytes that the engine requested from the device (512-byte blocks, where the
+device has them): below 90 % the figure is void, because the page cache served the other reads.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from benchmarks.peers.records import RECORD_BYTES
 #: What `lookahead` is asked for; it ignores what it does not know.
 LOOKAHEAD = {"depth": 1, "window": 32}
 
-#: How a model's threads wait for each other: spinning, as is their default, they would take the processors from whoever
-#: reads beside them. What the caller's environment says goes before it.
+#: How a model's threads wait for each other: by default they spin, which would take the processors from the threads
+#: that read concurrently. The caller's environment takes precedence.
 MODEL = {"OMP_WAIT_POLICY": "passive"}
 
 #: Sides whose memory is the page cache.
@@ -59,8 +59,8 @@ class Plan:
     rows: int = 10_000_000
     batch: int = 65_536
     limit: str = "1GiB"
-    # Beside it inside the limit: torch and a step's own tensors (337 MiB where it was read last) and a turn's batches
-    # (26 MiB). 600 MiB, which the table takes to the last page, left nothing, and the cgroup ended the process.
+    # The limit also has to hold torch and a step's own tensors (337 MiB where it was read last) and a turn's batches
+    # (26 MiB). The table uses its budget to the last page: with 600 MiB the cgroup killed the process.
     ram: str = "576MiB"
     rounds: int = 3
     steps: int = 50
@@ -131,7 +131,7 @@ class Bench:
         self.next_index = 0
 
     def open(self, name: str, environment: dict[str, str] | None = None) -> Side:
-        """Builds the store where it is not there yet, and starts the side; `environment` beside the caller's.
+        """Builds the store if it does not exist, and starts the side; `environment` is added to the caller's.
 
         Raises:
             Missing: its library is not installed, or nothing here can limit the memory it uses.
@@ -147,7 +147,7 @@ class Bench:
         return self.sides[name]
 
     def fresh(self, count: int) -> list[int]:
-        """Indices of batches nobody had yet."""
+        """Return indices of batches that no side has taken."""
         self.next_index += count
         return list(range(self.next_index - count, self.next_index))
 
@@ -177,7 +177,7 @@ class Bench:
         )
 
     def rounds(self, kinds: dict[str, Kind]) -> Results:
-        """All kinds of turn, every round on batches nobody had; the device is measured after each round.
+        """Take all kinds of turn, every round on batches that no side has taken; measure the device after each round.
 
         Sides take the same batches. Kinds on one side cannot: the second would find the first one's rows in the cache.
         """
@@ -199,7 +199,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Kind:
-    """A way of stepping a side: its steps a turn, and what the child is told beside the batches."""
+    """A way of stepping a side: its steps a turn, and what the child is given in addition to the batches."""
 
     side: str
     steps: int
@@ -230,7 +230,7 @@ def bench(settings: Settings, plan: Plan, stores: int) -> Iterator[Bench]:
     why_not = common.MemoryLimit.why_not()
     if why_not and not plan.tiny:
         plan = replace(plan, rows=min(plan.rows, 3_000_000), ram="240MiB", limit=f"none, RLIMIT_DATA {RLIMIT} instead")
-    # Ours is written anew beside what its last commit names before anything of that may go.
+    # Training can write every row of our table again before a file of its last commit may be removed.
     needed = int(plan.rows * RECORD_BYTES * (1 + 2 * stores))
     place = contextlib.nullcontext(settings.table) if settings.table else common.workspace(settings.dir, needed)
     with place as folder, ExitStack() as stack:
@@ -239,9 +239,7 @@ def bench(settings: Settings, plan: Plan, stores: int) -> Iterator[Bench]:
         folder = folder / f"{plan.rows}-rows"
         print(common.machine(folder.parent))
         if why_not:
-            print(
-                f"A SMALLER CASE: {why_not}; a limit on each process's own memory stands in, memory maps are left out"
-            )
+            print(f"A SMALLER CASE: {why_not}; each process's own memory is limited instead, memory maps are left out")
         print(plan, flush=True)
         yield Bench(stack, plan, folder, limited=why_not is None)
 
@@ -291,7 +289,7 @@ def static_cache(found: Results, plan: Plan, frames: int) -> tuple[float, float]
 
 
 def larger_than_memory(settings: Settings, plan_: Plan | None = None, memmap_steps: int = 1) -> list[Figure]:
-    """Ours with and without lookahead, beside the `memmap` recipes."""
+    """Compare ours, with and without lookahead, with the `memmap` recipes."""
     size = plan_ or plan(settings)
     peers = ["memmap", "advised"] if memmap_steps else []
     with bench(settings, size, 1 + len(peers)) as found:
@@ -392,7 +390,7 @@ def beside_a_model(settings: Settings) -> list[Figure]:
 
 
 def key_value_stores(settings: Settings) -> list[Figure]:
-    """Ours beside RocksDB and LMDB, all in steady state: caches full, compactions running."""
+    """Compare ours with RocksDB and LMDB, all in steady state: caches full, compactions running."""
     size = plan(settings, rounds=settings.pick(2, 3, 3), warm_s=settings.pick(5.0, 40.0, 90.0))
     own, theirs = settings.pick((3, 1), (20, 3), (20, 3))
     with bench(settings, size, 3) as found:

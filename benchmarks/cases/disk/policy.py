@@ -1,9 +1,9 @@
-"""Rows the cache misses, beside the best static cache and LRU, on ids that stay, move and scan.
+"""Rows the cache misses, compared with the best static cache and LRU, on ids that stay, move and scan.
 
 Small records (the choice of a victim sees no values), caches of 1, 8 and 30 % of the rows, lookups and updates through
 `bunkbed.Table` without lookahead. Ours is what the table's counters say; LRU and the static cache are simulated on the
 same batches with as many frames (see `simulate`). The static cache holds the rows that are most probable at
-that moment, which nobody could know: it is the measure of how much is lost by having to find out.
+that moment, which no cache can know: the difference is the cost of finding them out.
 
 steady   Zipf ids, exponents 0.8, 1.05 and 1.2
 moving   Zipf(1.05); every 200 steps a tenth of the ranks, hot ones too, go to other rows

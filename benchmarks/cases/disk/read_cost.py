@@ -1,12 +1,12 @@
-"""What reads cost the model beside them: `io_uring` against a pool of threads.
+"""What concurrent reads cost a model: `io_uring` against a pool of threads.
 
-A matrix product on one and on two threads of torch, over and over, beside rows of 768 B looked up without a pause in a
-table larger than its cache: uniform random ids, so nearly every one is a read. In turns: the product alone, beside the
-reads of threads, beside those of io_uring. io_uring stays the default as long as the model does at least 10 % more
+A matrix product on one and on two threads of torch is repeated while another thread looks rows of 768 B up without a
+pause in a table larger than its cache: the ids are uniform, so nearly every row is read. In turns: the product alone,
+with reads by threads, with reads by io_uring. io_uring stays the default as long as the model does at least 10 % more
 work with it. Then the reads alone: processor time of one, evictions and everything else of a lookup counted in.
 
-Who carries a read out is asked for when the read is made, not when the table is opened: each turn asks anew, and the
-core's own count of who served must agree, or there is no figure.
+The backend of a read is chosen when the read is made, not when the table is opened: each turn sets it again, and the
+core's count of the reads of each backend must agree, or there is no figure.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from benchmarks.harness import common, turns
 from benchmarks.harness.figures import Figure, Settings
 from bunkbed import _native
 
-#: Edge of the matrices: small enough for the caches, so that the processor's time is what the product wants, and large
-#: enough that its threads seldom meet: torch's spin there, and a reader beside them then costs at random.
+#: Edge of the matrices: small enough for the caches, so that processor time limits the product, and large enough that
+#: its threads seldom wait for each other: torch's threads spin then, and the cost of a concurrent reader is random.
 EDGE = 512
 
 
@@ -99,7 +99,7 @@ def products(seconds: float, threads: int) -> float:
     return count / (now - start)
 
 
-def beside(reads: Reads | None, seconds: float, threads: int) -> tuple[float, float]:
+def with_reads(reads: Reads | None, seconds: float, threads: int) -> tuple[float, float]:
     """Products and reads a second."""
     if reads is None:
         return products(seconds, threads), 0.0
@@ -111,7 +111,7 @@ def beside(reads: Reads | None, seconds: float, threads: int) -> tuple[float, fl
 
 
 def alone(reads: Reads, seconds: float) -> tuple[float, float]:
-    """Microseconds of processor time a read, and reads a second, with nothing beside them."""
+    """Microseconds of processor time a read, and reads a second, with nothing else running."""
     before, start, spent = reads.table.stats()["reads"], time.perf_counter(), time.process_time()
     with reads.served():
         while time.perf_counter() - start < seconds:
@@ -151,18 +151,18 @@ def figures(reads: dict[str, Reads], seconds: float, rounds: int) -> list[Figure
         speeds: dict[str, list[float]] = {name: [] for name in rates}
         for index in range(rounds):
             for backend in turns.order(list(rates), index):
-                rate, speed = beside(reads.get(backend), seconds, threads)
+                rate, speed = with_reads(reads.get(backend), seconds, threads)
                 rates[backend].append(rate)
                 speeds[backend].append(speed)
         for backend in names:
             shares = [100 * rate / free for rate, free in zip(rates[backend], rates[""], strict=True)]
-            note = f"beside {statistics.median(speeds[backend]):,.0f} reads a second"
-            found.append(one(f"model of {threads} threads beside {backend}", shares, "% of its work alone", note))
+            note = f"with {statistics.median(speeds[backend]):,.0f} reads a second"
+            found.append(one(f"model of {threads} threads, reads by {backend}", shares, "% of its work alone", note))
         if "uring" in names:
             gains = [uring / pool for uring, pool in zip(rates["uring"], rates["threads"], strict=True)]
             # A model of one thread leaves the other core to the reads.
             target = {"at_least": 1.1} if threads == 2 else {}
-            found.append(one(f"model of {threads} threads, work beside uring / threads", gains, "x", **target))
+            found.append(one(f"model of {threads} threads, work with reads by uring / threads", gains, "x", **target))
     costs: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for index in range(rounds):
         for backend in turns.order(names, index):

@@ -1,6 +1,6 @@
 """The processes that train a table larger than memory, one side each, inside a memory limit.
 
-A child opens its store, then steps when told to. Batch `i` is a function of the seed and `i` alone, so that sides with
+A child opens its store, then steps on request. Batch `i` is a function of the seed and `i` alone, so that sides with
 unlike numbers of steps a turn take the same batches. The parent makes them, whose memory has no limit (what it takes to
 draw from ten million rows is 80 MB), and hands them over in a file before the clock starts.
 """
@@ -26,7 +26,7 @@ from benchmarks.harness import common
 from benchmarks.peers.records import DIM, RECORD_BYTES, Records, Training
 from bunkbed.core.budget import parse_bytes
 
-#: Edge of the matrices whose product stands for a model's work.
+#: Edge of the matrices whose product simulates a model's work.
 EDGE = 512
 
 
@@ -43,7 +43,7 @@ def batch(sample: Any, seed: int, index: int, size: int) -> np.ndarray:
 
 
 class Ours:
-    """Steps our table through `bunkbed.torch`, with lookahead and beside a model's work where asked."""
+    """Steps our table through `bunkbed.torch`; on request with lookahead and with a model's work in each step."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         import torch

@@ -1,6 +1,6 @@
-"""Caches without values: how many rows each policy would miss, to stand beside what a table missed.
+"""Caches without values: how many rows each policy would miss, to compare with the rows that a table missed.
 
-A step wants each unique row of its batch once, all of them together, as the engine does: rows that are in the
+A step wants each unique row of its batch once and all rows at the same time, as the engine does: rows that are in the
 cache are hits, the others are loaded, and no row of the batch may make room for another. So a batch must fit the
 cache, and a row that will not come back soon still takes a frame for its step.
 
@@ -104,7 +104,7 @@ def static_misses(batches: Sequence[np.ndarray], frames: int, ranked: np.ndarray
 
 
 def expected_static_misses(probabilities: np.ndarray, batch: int, frames: int) -> float:
-    """Unique rows that `batch` independent draws want beside the `frames` most probable ones, on average.
+    """Unique rows other than the `frames` most probable ones that `batch` independent draws want, on average.
 
     No cache that knows the probabilities and not the draws can miss fewer in steady state.
 

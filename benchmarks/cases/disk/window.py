@@ -1,4 +1,4 @@
-"""Rows missed with a window of ids, beside LRU and Belady's rule on the very same batches and frames.
+"""Rows missed with a window of ids, compared with LRU and Belady's rule on the same batches and frames.
 
 Zipf(1.05) ids; a cache of about four batches' unique rows; `lookahead` with a window of 32 batches, which ranks
 eviction, and a staging depth of 1 (4 reported), which holds records. Ours is what the table's own counters say after
@@ -60,7 +60,7 @@ def window(settings: Settings) -> list[Figure]:
             counts = misses(path, roomy, tensors, warm, how)
             # A row counts when it is staged: before step `warm` those of the batches ahead were counted already.
             first = warm if depths is None else warm + depths["depth"] + 1
-            figures += beside(name, counts, batches, first, unique, depth=0 if depths is None else depths["depth"])
+            figures += ratios(name, counts, batches, first, unique, depth=0 if depths is None else depths["depth"])
     return figures
 
 
@@ -122,7 +122,7 @@ def misses(path: Path, ram: int, batches: list[Any], warm: int, how: dict[str, i
     return {**common.delta(after, before), "frames": before["frame_capacity"]}
 
 
-def beside(
+def ratios(
     name: str, counts: dict[str, float], batches: list[np.ndarray], first: int, unique: float, *, depth: int
 ) -> list[Figure]:
     """Ours over LRU's and over Belady's, from batch `first` on.

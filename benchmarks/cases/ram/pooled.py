@@ -1,4 +1,4 @@
-"""Mean-pooled bags of 20 ids on a table in RAM, beside FBGEMM's operator and torch's `EmbeddingBag`.
+"""Mean-pooled bags of 20 ids on a table in RAM, compared with FBGEMM's operator and torch's `EmbeddingBag`.
 
 The resident cases' table; 3,277 bags make 65,540 ids a batch. Forward passes in training mode, gradients on; ours with
 its default optimizer, so its records hold Adam's state too. Two bare loops take turns with them: C++ that asks ahead

@@ -1,4 +1,4 @@
-"""A training step, and a lookup, on a table in RAM, beside torch's and FBGEMM's own.
+"""A training step, and a lookup, on a table in RAM, compared with torch's and FBGEMM's.
 
 4M rows of 64 float32, 65,536 Zipf(1.05) ids a batch: lookup, backward of a constant gradient, optimizer step.
 Ours goes through `bunkbed.torch` (Embedding, backward, Optimizer.step) with its defaults. All take the same batches
@@ -76,7 +76,7 @@ def build(makers: dict[str, Callable[[], Any]]) -> tuple[dict[str, Any], list[Fi
 
 
 def compare(settings: Settings, optimizer_name: str) -> list[Figure]:
-    """Steps of one optimizer beside every peer that has it."""
+    """Compare steps of one optimizer with every peer that has it."""
     work = workload(settings)
     print(f"{optimizer_name}: {work}")
     arguments = (optimizer_name, work.num_rows, work.dim, work.grad)
@@ -116,7 +116,7 @@ def sgd(settings: Settings) -> list[Figure]:
 
 
 def lookup(settings: Settings) -> list[Figure]:
-    """Lookups alone, beside torch, FBGEMM and NumPy's `take`."""
+    """Compare lookups alone with torch, FBGEMM and NumPy's `take`."""
     work = workload(settings)
     print(f"lookup: {work}")
     makers = {

@@ -1,4 +1,4 @@
-"""Batches of 64 ids on a table in RAM: microseconds of a lookup and of an Adam step, beside torch's.
+"""Batches of 64 ids on a table in RAM: microseconds of a lookup and of an Adam step, compared with torch's.
 
 The resident cases' table and ids. At this size it is calls that cost, not rows: Python, autograd, locks. A turn is
 some hundred calls.
@@ -64,7 +64,7 @@ def over(times: turns.Times, how: str) -> list[Figure]:
 
 
 def small_adam(settings: Settings) -> list[Figure]:
-    """Lookup, backward and optimizer step beside SparseAdam's."""
+    """Compare lookup, backward and optimizer step with SparseAdam's."""
     num_rows, dim, batches, rounds, steps = workload(settings)
     grad = torch.ones(IDS, dim)
     sides = {

@@ -5,7 +5,7 @@ their rows, sum the gradients of equal ids, update the rows. Its rest is what th
 takes beyond them: Python, autograd, checks. Whole steps and phases alternate on one table, with one thread and with
 two.
 
-Beside each phase stands a bound, measured in the same run: the simplest loop in C++ that asks ahead and touches the
+Each phase is compared with a bound, measured in the same run: the simplest loop in C++ that prefetches and touches the
 same memory, without a directory, arithmetic or bookkeeping.
 
 - dedupe: one read of 16 bytes for each id, in a table of the unique ids twice over, as a hash table would be;

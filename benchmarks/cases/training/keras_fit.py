@@ -1,4 +1,4 @@
-"""`bunkbed.keras.Embedding` beside Keras's own layer in ``fit``, beside our torch layer, and its memory over time.
+"""`bunkbed.keras.Embedding` compared with Keras's layer in ``fit`` and with our torch layer; its memory over time.
 
 Zipf(1.05) ids, 8,192 a batch. Keras's layers run in processes of their own (`benchmarks.peers.keras_tensorflow`).
 """
@@ -18,8 +18,8 @@ from benchmarks.harness.figures import Figure, Settings
 from benchmarks.peers import ours
 from benchmarks.peers.keras_tensorflow import Keras
 
-#: Rows of ours that are stored beforehand: the most wanted ones. Keras's 10M rows with Adam's state, and what a dense
-#: step takes beside them, leave no room on the machine for all.
+#: Rows of ours that are stored beforehand: the most wanted ones. Keras's 10M rows with Adam's state and the memory of
+#: a dense step leave no room on the machine for all rows.
 STORED = 4_000_000
 
 
@@ -45,9 +45,9 @@ def fit(settings: Settings) -> list[Figure]:
 
 
 def layer(settings: Settings) -> list[Figure]:
-    """Lookup, backward and update: our Keras layer in a `tf.function` beside our torch layer, 4M x 64 in RAM.
+    """Compare our Keras layer in a `tf.function` with our torch layer: lookup, backward and update, 4M x 64 in RAM.
 
-    What TensorFlow takes for a step that looks nothing up is not the layer's; the whole ratio is told too.
+    The time that TensorFlow takes for a step without a lookup is subtracted; the ratio without this is reported too.
     """
     rows, dim, batch = settings.pick((2_000, 8, 64), (1_000_000, 64, 8_192), (4_000_000, 64, 8_192))
     num_batches = 8

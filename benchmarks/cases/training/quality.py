@@ -41,7 +41,7 @@ from bunkbed.train.output.events import EpochReport, Event
 from bunkbed.train.recipes import RECIPES
 from bunkbed.train.settings.config import TrainConfig
 
-#: What the budget has beside its share of the records: directory, write buffer, scratch of a batch.
+#: Bytes of the budget in addition to its share of the records: directory, write buffer, scratch memory of a batch.
 OVERHEAD_BYTES = common.MIB
 
 FILES = {

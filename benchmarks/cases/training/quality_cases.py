@@ -48,7 +48,7 @@ def measure(settings: Settings, name: str, metric: str) -> list[Figure]:
 
 
 def training_speed(settings: Settings) -> list[Figure]:
-    """Pairs a second beside plain torch, for both recipes of MovieLens-1M."""
+    """Compare pairs a second with plain torch, for both recipes of MovieLens-1M."""
     figures = []
     for name in ("ml1m-bce", "ml1m"):
         arguments = [name, "--dir", str(settings.dir), "--data", str(settings.data)]
@@ -91,7 +91,7 @@ def orders(settings: Settings) -> list[Figure]:
 
 
 def bfloat16(settings: Settings) -> list[Figure]:
-    """bfloat16 rows with row-wise Adagrad beside float32 rows with Adam, on MovieLens-1M."""
+    """Compare bfloat16 rows with row-wise Adagrad and float32 rows with Adam, on MovieLens-1M."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "figures.json"
         arguments = ["ml1m-bf16", "--dir", str(settings.dir), "--data", str(settings.data), "--json", str(answer)]

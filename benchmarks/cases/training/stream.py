@@ -25,7 +25,7 @@ from benchmarks.harness import common
 from benchmarks.harness.figures import Figure, Settings, missing
 from bunkbed.core.budget import parse_bytes
 
-# On disk a pair takes some 12 B in the source, 45 B while pairs are told apart, 25 B in a run.
+# On disk a pair takes some 12 B in the source, 45 B while duplicate pairs are removed, 25 B in a run.
 BYTES_A_PAIR = 90
 EVAL_USERS = 1_000
 
@@ -153,7 +153,7 @@ def _run(
                 is_told = True
             if now - said > 30:
                 said = now
-                _say(f"{arguments[0]}: {common.bb_bytes(memory)} beside the page cache", start)
+                _say(f"{arguments[0]}: {common.bb_bytes(memory)} without the page cache", start)
     finally:
         if process.poll() is None:
             process.kill()

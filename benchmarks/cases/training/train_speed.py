@@ -1,4 +1,4 @@
-"""Training speed: `bunkbed train` beside the same model written by hand in plain torch, both all in RAM.
+"""Training speed: `bunkbed train` compared with the same model written by hand in plain torch, both all in RAM.
 
     python -m benchmarks.cases.training.train_speed ml1m-bce
     python -m benchmarks.cases.training.train_speed ml1m
@@ -40,7 +40,7 @@ from bunkbed.train.settings.config import TrainConfig
 
 
 class Ours:
-    """`Trainer.fit`, stopped after each turn; the run lies in a folder that goes with the process."""
+    """`Trainer.fit`, stopped after each turn; the run is in a temporary folder."""
 
     def __init__(self, config: TrainConfig, data: Dataset) -> None:
         from rich.console import Console
@@ -51,7 +51,7 @@ class Ours:
         self._folder = tempfile.TemporaryDirectory()
         config = replace(config, epochs=1_000_000, eval_every=1_000_000, commit_every=1_000_000)
         self._trainer = Trainer(config, data, bb.Run(Path(self._folder.name) / "run", ram=config.ram))
-        nowhere = Path(os.devnull).open("w")  # noqa: SIM115  open for good
+        nowhere = Path(os.devnull).open("w")  # noqa: SIM115  open until the process ends
         console = Console(file=nowhere, force_terminal=True, width=120)
         self._display = open_display(console, title="speed", metric=config.metric)
         self._batch_size = config.step_pairs

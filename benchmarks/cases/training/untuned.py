@@ -5,7 +5,7 @@
 
 Data sets: Gowalla in the LightGCN split; MovieLens-100k, of which the last item of each user by time is held out
 (``--time-col``); three generated ones. There a user takes different items in proportion to exp(popularity + affinity),
-with 4 hidden factors, and one of them, drawn by chance, is held out. Ranking by these true scores is the planted
+with 4 hidden factors, and one item, drawn at random, is held out. Ranking by these true scores is the planted
 optimum.
 
 Each training is a process of its own, timed as a whole. All sides are judged alike: every item that the user does not
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("names", nargs="*", metavar="NAME", help=f"data sets: {', '.join(names)}; default: all")
     options.add_argument("--data", type=Path, default=Settings().data, help="folder of the data sets")
     options.add_argument("--seeds", type=int, default=3)
-    options.add_argument("--ram", type=float, metavar="PERCENT", help="of the records' bytes; default: all of them")
+    options.add_argument("--ram", type=float, metavar="PERCENT", help="of the records' bytes; default: 100")
     options.add_argument("--train", default="", help="options of bunkbed train, such as '--recipe fast'")
     chosen = options.parse_args(arguments)
     for name in chosen.names:
