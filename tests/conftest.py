@@ -39,7 +39,7 @@ settings.register_profile(
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "bunkbed"))
 
-#: Real data lies beside a developer's checkout, never in it.
+#: Real data is in a folder next to a developer's checkout, never in it.
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 

@@ -30,7 +30,7 @@ PARTS = {
     "corruption": (
         "corruption",
         "run",
-        "every bit flipped, every length cut; files swapped, foreign, hostile; others beside",
+        "every bit flipped, every length cut; files swapped, foreign, hostile; other stores too",
     ),
     "epochs": ("epochs", "run", "readers that refresh during commits and compaction never see two epochs"),
     "stress": ("stress.stress", "run", "threads and reader processes call everything at once; bounds of every row"),

@@ -120,7 +120,7 @@ def flips(size: Size) -> list[Result]:
         cuts.add(other)
         counts = {key: counts[key] + found[key] for key in counts}
     bits.note = (
-        f"both: {counts['detected']:,} detected, {counts['harmless']:,} harmless (padding that nobody reads), "
+        f"both: {counts['detected']:,} detected, {counts['harmless']:,} harmless (padding that is never read), "
         f"{counts['wrong']} wrong; of {bits.wanted + cuts.wanted:,}"
     )
     return [bits, cuts]

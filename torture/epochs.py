@@ -95,7 +95,7 @@ def _read(path: Path, batches: int, seed: int, seconds: float, *, watches: bool)
 def run(size: Size) -> list[Result]:
     """Run one writer, and readers, each in a process."""
     wanted = size.of(120_000, least=200)
-    total = Result("batches of one epoch, beside commits and compaction")
+    total = Result("batches of one epoch, during commits and compaction")
     second = Result("a second writer is refused")
     with folder() as root:
         path = root / "table"

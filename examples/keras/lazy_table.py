@@ -31,8 +31,8 @@ def main() -> None:
 
         table = layer.table
         print(f"{len(table):,} rows stored of 2^63 possible; accuracy {model.evaluate(ids, labels, verbose=0)[1]:.2f}")
-        print(f"an id never trained has its initial row: {table.lookup([id_of('somebody new')])[0, :3]}")
-        print(f"and is not stored: {bool(table.contains([id_of('somebody new')])[0])}")
+        print(f"an id never trained has its initial row: {table.lookup([id_of('new user')])[0, :3]}")
+        print(f"and is not stored: {bool(table.contains([id_of('new user')])[0])}")
         table.close()
 
 

@@ -173,7 +173,7 @@ def test_ending_the_suite_ends_its_case(tmp_path: Path) -> None:
         children = Path(f"/proc/{suite_.pid}/task/{suite_.pid}/children").read_text().split()
         assert len(children) == 1
         suite_.terminate()
-        suite_.stdout.read()  # ends when nobody holds it any more
+        suite_.stdout.read()  # ends when no process has it open
         assert suite_.wait(timeout=30) == 1
         assert not Path(f"/proc/{children[0]}").exists()
         assert not (tmp_path / "space").exists(), "temporary files stayed behind"

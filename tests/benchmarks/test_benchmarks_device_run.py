@@ -11,7 +11,7 @@ from benchmarks import device_run
 
 
 class Commands:
-    """Stands in for the processes: keeps what was started, and ends as told for the first word that fits."""
+    """Replaces `run`: records each command, and returns the status of the first word that the command contains."""
 
     def __init__(self, **statuses: int) -> None:
         self.statuses, self.started = statuses, list[str]()

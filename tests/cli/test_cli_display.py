@@ -86,7 +86,7 @@ def test_the_panel_shows_every_figure() -> None:
         "best so far",
     ):
         assert shown in text
-    # One cut-off, and recall not beside an equal hit rate.
+    # One cut-off, and no recall, because the hit rate is equal.
     assert "ndcg@10" in text and "ndcg@20" not in text and "recall" not in text
     assert max(map(len, text.splitlines())) <= 100
     display(EvalReport(600, 6040))

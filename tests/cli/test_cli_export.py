@@ -72,7 +72,7 @@ def test_a_training_run_calls_rows_what_the_file_calls_them(cli: Run, tmp_path: 
         best_users = run.table("user").lookup(np.arange(40))
     with bb.Run("runs/a", mode="r", ram="4MiB") as run:
         newest = run.table("item").lookup(np.arange(25))
-    assert not np.array_equal(best, newest), "the last epoch is not the best, so that they can be told apart"
+    assert not np.array_equal(best, newest), "the last epoch must not be the best, so that the two differ"
 
     code, out, err = cli("export", "runs/a", "items.parquet", "--table", "item", "--labels", "items.txt")
     assert (code, out, err) == (0, "wrote 25 rows of item, snapshot best, to items.parquet\n", "")

@@ -131,7 +131,7 @@ def test_a_preparation_that_fails_leaves_nothing_and_one_that_was_killed_is_begu
         patched.setattr(stream_prepare, "write_description", fail)
         assert cli("train", "likes.csv", *SMALL, "--stream", "--out", "a")[0] == 1
         assert not Path("a").exists()
-        patched.setattr(train_command.shutil, "rmtree", lambda *_, **__: None)  # killed: nobody tidies up
+        patched.setattr(train_command.shutil, "rmtree", lambda *_, **__: None)  # killed: no cleanup
         assert cli("train", "likes.csv", *SMALL, "--stream", "--out", "a")[0] == 1
         assert (Path("a") / "data" / "train.parquet").exists()
     assert cli("eval", "a")[0] == 1

@@ -136,4 +136,4 @@ def test_closing_leaves_a_copy_a_copy_and_what_was_kept_the_newest_commit(tmp_pa
             assert table.epoch == epoch
     with bb.open(tmp_path / "t") as table:
         train(8, table)
-    bb.copy(tmp_path / "t", tmp_path / "copy")  # nobody wrote to it meanwhile
+    bb.copy(tmp_path / "t", tmp_path / "copy")  # the copy was not changed meanwhile

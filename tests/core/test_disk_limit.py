@@ -25,7 +25,7 @@ RAM = "2MiB"
 
 
 def bytes_of(folder: Path) -> int:
-    """Of the files that are there before and after: one that a commit beside removes meanwhile counts for nothing."""
+    """Return the bytes of files that exist before and after: a concurrent commit may remove a file meanwhile."""
 
     def sizes() -> dict[str, int]:
         found = {}
@@ -175,7 +175,7 @@ def test_a_commit_between_the_steps_of_a_scan_hides_no_row(tmp_path: Path, keep:
 
 
 class Story:
-    """Random calls on a table at, or just above, the smallest limit that holds its rows: none of them may fail."""
+    """Random calls on a table at, or just above, the smallest limit that holds its rows: no call may fail."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.rng = np.random.default_rng(seed)

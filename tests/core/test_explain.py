@@ -1,4 +1,4 @@
-"""`Table.explain`: what a table did beside what its machine allows."""
+"""`Table.explain`: what a table did, compared with what its machine allows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def unmeasured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def measured(tmp_path: Path, unmeasured: None) -> machine.Machine:
-    """Rates as if somebody had measured this machine."""
+    """Rates as if this machine had been measured."""
     found = machine.Machine(1e10, 1e5, 1e9, 512, "/dev/ssd (ext4)", 2, 1.0)
     machine._save({machine._key(tmp_path): found})
     return found

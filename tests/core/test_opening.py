@@ -46,7 +46,7 @@ def count(table: Any, row: int) -> None:
 
 
 def all_of(work: Callable[[int], None]) -> None:
-    """Run `work` in every thread at once; raises what any of them raised."""
+    """Run `work` in every thread at once; raise the error of any call."""
     start = threading.Barrier(THREADS)
 
     def run(number: int) -> None:

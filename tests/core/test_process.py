@@ -109,7 +109,7 @@ def test_every_door_of_a_table_is_shut_in_a_child(tmp_path: Path) -> None:
                 assert in_child(lambda one=one: answers_of(table_calls(one))) == ""  # type: ignore[misc]
             scan = table.scan(chunk=10)
             next(scan)
-            assert in_child(lambda: answers_of({"a scan begun before": lambda: next(scan)})) == ""
+            assert in_child(lambda: answers_of({"a scan started before": lambda: next(scan)})) == ""
             expected = table.lookup(IDS)
             assert reader.lookup(IDS).tobytes() != expected.tobytes()
         assert table.commit() == 2
@@ -196,7 +196,7 @@ table.close()
         assert len(table) == 7
 
 
-# ---- programs that end, and tables that are let go of
+# ---- programs that end, and tables that are released
 
 
 def test_a_program_that_ends_without_a_commit_says_what_is_lost(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What `test_device_kernels` runs with TRITON_INTERPRET=1, which a process has for good: the kernels in NumPy.
+"""What `test_device_kernels` runs with TRITON_INTERPRET=1, which a process cannot change: the kernels in NumPy.
 
 The interpreter shows whether a kernel reads, adds and writes what it should in the order it should. It cannot tell
 whether a compiler fuses or approximates; kernel_cases_compiled.py can.

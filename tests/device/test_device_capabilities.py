@@ -1,8 +1,7 @@
 """Devices that can do less than a CPU: what is found out about them, and that rows are the same bits by longer ways.
 
-`Lesser` stands in for such a device: the CPU, of whose operations some are missing or wrong, as backends have them
-missing or wrong. Where the rows are compared with each other, that no operation is used that a device may lack shows by
-no error.
+`Lesser` simulates such a device: a CPU on which some operations raise or are wrong, as they are missing or wrong on
+real backends. The tests that compare rows also show that no missing operation is used, because it would raise.
 """
 
 from __future__ import annotations

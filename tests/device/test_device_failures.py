@@ -144,7 +144,7 @@ def test_one_budget_for_two_devices_is_refused_and_moving_the_model_is_not() -> 
 
 
 def test_a_worker_is_told_even_of_rows_that_are_staged() -> None:
-    """In a forked DataLoader worker, where the batch that has begun lies in the parent's frames."""
+    """A forked DataLoader worker raises although the rows of the current batch are in the parent's frames."""
     layer = make_layer(device_cache="64KiB")
     ids = torch.arange(5)
     for _ in bt.lookahead([ids, ids + 5], layer, ids=lambda i: {layer: i}):
@@ -249,4 +249,4 @@ def test_torchs_default_device_is_no_business_of_the_hosts_memory(cache: Any, is
 def test_a_size_that_is_none_is_named(size: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make_layer(device_cache=size)
-    gc.collect()  # what was begun of the tier goes without a word
+    gc.collect()  # the half-initialised device cache is freed without a warning

@@ -32,7 +32,7 @@ IS_THERE = APART.is_dir() or importlib.util.find_spec("triton") is not None
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Both files of cases, each in a process that has Triton's interpreter or its compiler for good, at once."""
+    """Start both files of cases, each in its own process: one with Triton's interpreter, one with its compiler."""
     started = {}
     for cases in ("interpreted", "compiled"):
         environment = {

@@ -184,7 +184,7 @@ def test_trained_above_is_trained(stored: bool, lookahead: int, tmp_path: Path) 
         if step % 40 == 11:
             table.commit()
             np.testing.assert_array_equal(table.get(np.arange(ROWS)), truth)
-        if step % 17 == 5:  # somebody else sets rows whose copies above are clean
+        if step % 17 == 5:  # another caller sets rows whose copies in the cache are clean
             device.write_back()
             table.set(ids[:5], np.full((5, DIM), step, np.float32))
             truth[ids[:5]] = step

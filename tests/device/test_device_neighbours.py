@@ -1,4 +1,4 @@
-"""A device cache beside others: threads that commit or write, interrupts, budgets, forks, tables that outlive it."""
+"""A device cache with threads that commit or write, interrupts, budgets, forks, and tables that outlive it."""
 
 from __future__ import annotations
 
@@ -239,14 +239,14 @@ def test_a_forked_child_is_told_instead_of_waiting_for_a_lock() -> None:
     held.wait(60)
     child = os.fork()
     if child == 0:
-        signal.alarm(20)  # a child that waits for ever is killed, and fails the test
-        told = 0
+        signal.alarm(20)  # a child that never stops waiting is killed, and fails the test
+        refused = 0
         for use in (lambda: layer(torch.tensor([1])), lambda: layer.table.get([1])):
             try:
                 use()
             except bb.BunkbedError:
-                told += 1
-        os._exit(told)
+                refused += 1
+        os._exit(refused)
     _, status = os.waitpid(child, 0)
     free.set()
     thread.join()
@@ -255,7 +255,7 @@ def test_a_forked_child_is_told_instead_of_waiting_for_a_lock() -> None:
 
 
 def test_a_model_that_moves_between_backward_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is one device here, so a move is one in name: the frames are let go, and the step finds its rows again."""
+    """There is only one device here: the test releases the frames as a move does, and the step finds its rows again."""
     layer, plain = make_layer(device_cache="64KiB"), make_layer()
     stream = batches(6)
     for one in (layer, plain):

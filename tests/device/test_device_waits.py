@@ -124,7 +124,7 @@ def test_memory_is_given_back_after_the_copies_into_it(deferred: list[DeferredLi
 
 
 class Stream:
-    """Stands for a device's stream: notes which events it waits for, and records its name."""
+    """Simulates a device's stream: notes which events it waits for, and records its name."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -20,7 +20,7 @@ MODULES = sorted(
 
 @pytest.mark.parametrize("name", ["bunkbed", *MODULES])
 def test_examples(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # examples create tables beside them
+    monkeypatch.chdir(tmp_path)  # examples create tables in the current folder
     try:
         module = importlib.import_module(name)
     except ImportError as error:

@@ -1,7 +1,7 @@
 """Every Python snippet of the pages runs, as does what a diff leaves behind; shown output is what comes out.
 
 A page is one program from its first snippet to its last, in an empty folder. What a reader need not see (data, a
-loop's model) stands in the page as ``<!--- invisible-code-block: python ... -->``; what cannot run here is skipped
+loop's model) is in the page as ``<!--- invisible-code-block: python ... -->``; what cannot run here is skipped
 there with its reason, and counted here.
 """
 

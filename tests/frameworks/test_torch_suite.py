@@ -284,7 +284,7 @@ def test_embedding_padding_idx(dtype: torch.dtype, sparse: bool) -> None:
 
 
 def ragged(chance: np.random.Generator, is_padding: bool, with_last: bool) -> tuple[Any, Any]:
-    """Return ids and offsets of ten bags, one of them full and one empty."""
+    """Return ids and offsets of ten bags: one is full and one is empty."""
     lengths = chance.integers(1, 10, 10)
     full, empty = chance.choice(10, 2, replace=False)
     lengths[full], lengths[empty] = 10, 0

@@ -154,7 +154,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 
 
 def _plain_entry(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """Nobody's name goes in, nor a lock: it holds a process number, and every writer makes it anew."""
+    """Leave out owner names and locks: a lock holds a process number, and every writer makes it again."""
     entry.uid = entry.gid = 0
     entry.uname = entry.gname = ""
     return None if Path(entry.name).name == "lock" else entry

@@ -1,4 +1,4 @@
-"""Random training programs have the losses and rows of torch.nn; 10,000 of them in the torture part `dropin`."""
+"""Random training programs have the losses and rows of torch.nn; the torture part `dropin` runs 10,000."""
 
 from __future__ import annotations
 

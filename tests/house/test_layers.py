@@ -19,7 +19,7 @@ MOST_FILES = 15  # of a folder, its __init__.py not counted
 MOST_LINES = 600  # of a file
 MOST_METHODS = 60  # of a class, those that it inherits not counted
 
-#: Folder, or module at the root of the package -> what it may import beside itself and the compiled core. From the
+#: Folder, or module at the root of the package -> what it may import, apart from itself and the compiled core. From the
 #: bottom to the top: each may only name what stands above it here. "bunkbed" is the public surface, ``__init__.py``.
 PYTHON = {
     "errors": "",
@@ -179,7 +179,7 @@ class Tree:
         self.arrows = list(arrows)
 
     def part_of(self, path: Path) -> str:
-        """Where a file stands in the plan."""
+        """Return the part of the plan that has a file."""
         folder = path.relative_to(self.folder).parent.as_posix()
         if folder != ".":
             return folder

@@ -1,4 +1,4 @@
-"""Rows in and out: what holds for every format, and what a file that does not fit is told."""
+"""Rows in and out: what holds for every format, and the errors for a file that does not fit."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_16_bit_records_come_back_bit_for_bit(tmp_path: Path, suffix: str) -> No
 def test_npy_holds_every_id(
     table: bb.Table, tmp_path: Path, region_bytes: int, slot: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In any number of regions, of rows that lie in the log in another order."""
+    """The file has any number of regions, and the rows are in the log in another order."""
     monkeypatch.setattr(dense, "_REGION_BYTES", region_bytes)
     monkeypatch.setattr(dense, "_LEAST_ROWS", 7)
     seen: list[tuple[int, int]] = []

@@ -141,7 +141,7 @@ def torch() -> Iterator[Any]:
 @pytest.mark.parametrize("order", ["in order", "shuffled"])
 @pytest.mark.usefixtures("small")
 def test_a_torch_checkpoint_is_a_sound_archive(torch: Any, order: str, tmp_path: Path) -> None:
-    """Of regions that were written in any order, some of them twice; its name is none of ASCII's."""
+    """Its regions were written in any order, some regions twice; its name is not ASCII."""
     with filled(order, bb.Adam()) as table:
         slots = ("exp_avg_sq", "weight", "exp_avg")
         bb.export_rows(table, tmp_path / "Zeilen ü.pt", slots=slots)

@@ -1,4 +1,4 @@
-"""HDF5 files however their rows lie in them: read and written in place where that can be, through h5py otherwise."""
+"""HDF5 files of every layout: rows are read and written in place where possible, otherwise through h5py."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ h5py = pytest.importorskip("h5py")
 
 EVERY = np.arange(400)
 ROWS = np.random.default_rng(0).standard_normal((400, 5)).astype(np.float32)
-#: Of `File.create_dataset`, and whether the rows lie in the file one after the other.
+#: Arguments of `File.create_dataset`, and whether the rows can be read in place.
 LAYOUTS: dict[str, tuple[dict[str, Any], bool]] = {
     "contiguous": ({}, True),
     "16 bits": ({"dtype": "<f2"}, True),

@@ -1,4 +1,4 @@
-"""What makes rows go in and out fast changes no bit of them: whole records, one scan of all slots, one chunk ahead."""
+"""Fast paths of import and export change no bit of a row: whole records, one scan of all slots, one chunk ahead."""
 
 from __future__ import annotations
 

@@ -275,9 +275,9 @@ def test_the_first_word_that_cannot_be_written_is_named_by_id(tmp_path: Path, is
 
 
 def test_words_are_a_sequence_of_text() -> None:
-    told = ["a", "", "wörd", "\udcff\udcfe", "two\nlines", "last"]
-    words = Words.of(told)
-    assert list(words) == told and words[-1] == "last" and words[1:5:2] == ["", "\udcff\udcfe"] and len(words) == 6
+    given = ["a", "", "wörd", "\udcff\udcfe", "two\nlines", "last"]
+    words = Words.of(given)
+    assert list(words) == given and words[-1] == "last" and words[1:5:2] == ["", "\udcff\udcfe"] and len(words) == 6
     assert words.index("two\nlines") == 4 and words.numbers() is None
     with pytest.raises(IndexError):
         words[6]

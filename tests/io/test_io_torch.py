@@ -82,7 +82,7 @@ def test_torch_trains_on_with_what_we_export(kind: str, named: bool, tmp_path: P
 
 @pytest.mark.parametrize("kind", ["SparseAdam", "Adam", "Adagrad"])
 def test_what_torch_trained_comes_in_with_its_state(kind: str, tmp_path: Path) -> None:
-    """Of a model with several tables, by name; the state found through named parameters, or told."""
+    """A model has several tables, chosen by name; the state is found through named parameters, or `state=` names it."""
     torch.manual_seed(0)
     sparse = kind != "Adam"
     model = torch.nn.ModuleDict({name: torch.nn.Embedding(40, 5, sparse=sparse) for name in ("user", "item")})

@@ -116,7 +116,7 @@ def test_loss_scaling_and_accumulation_with_replicas(accumulate: int | None) -> 
 
 @pytest.mark.parametrize("accumulate", [None, 2])
 def test_a_replica_that_is_late_at_random_changes_nothing_in_300_steps(monkeypatch, accumulate: int | None) -> None:
-    """Lookups and pushes of single replicas are delayed: an update that one of them missed would show."""
+    """Lookups and pushes of single replicas are delayed: an update that one replica missed would change the rows."""
     ids, targets = batches(300)
     rng = np.random.default_rng(1)
     real = lookups.call

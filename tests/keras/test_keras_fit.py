@@ -133,8 +133,8 @@ def test_an_explicit_optimizer_wins_and_fit_says_so_once(caplog) -> None:
     model.compile(keras.optimizers.Adam(0.5), "mse")
     with caplog.at_level("WARNING", logger="bunkbed.keras"):
         model.fit(ids, targets, batch_size=BATCH, shuffle=False, verbose=0, epochs=2)
-    told = [record.getMessage() for record in caplog.records if record.name == "bunkbed.keras"]
-    assert len(told) == 1 and "Adagrad(lr=0.1" in told[0] and "not by compile's Adam" in told[0]
+    said = [record.getMessage() for record in caplog.records if record.name == "bunkbed.keras"]
+    assert len(said) == 1 and "Adagrad(lr=0.1" in said[0] and "not by compile's Adam" in said[0]
     twice = np.concatenate([ids, ids]), np.concatenate([targets, targets])
     np.testing.assert_allclose(all_rows(layer.table), all_rows(trained_reference(bb.Adagrad(0.1), *twice)), atol=1e-6)
 
@@ -395,7 +395,7 @@ def test_many_lookups_of_one_step_are_no_error() -> None:
 
 
 def test_a_pruned_backward_is_noticed(monkeypatch) -> None:
-    """With ops that TensorFlow may drop, and a token's gradient that is none of them, no update would be made."""
+    """If the token's gradient is not the gradient op's output, TensorFlow may prune the op: no update would be made."""
     from bunkbed.keras.shared import lookups
 
     ids, targets = batches(8)

@@ -138,7 +138,7 @@ def test_two_models_with_optimizers_of_their_own_share_a_layer() -> None:
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_accumulation_takes_every_backward_that_was_summed(graph: bool) -> None:
-    """Two forwards and backwards in a step, and one for a plot beside them."""
+    """A step sums the gradients of two backwards; those of two more, for a plot, are not summed."""
     layer = explicit()
     optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
 

@@ -183,7 +183,7 @@ def test_gradients_that_are_not_finite_name_the_id_and_change_nothing() -> None:
 
 def test_gradients_are_unscaled_and_a_forgotten_batch_is_deduped_again() -> None:
     loop = Loop()
-    value, grads = loop.push(999, [5, 5, 6])  # a handle nobody knows
+    value, grads = loop.push(999, [5, 5, 6])  # an unknown handle
     loop.pending.settle(values(value), PLAIN, None, unscale=0.25)
     loop.expected.update([5, 5, 6], grads / 4)
     loop.check()

@@ -282,7 +282,7 @@ def test_export_copies_the_used_rows_of_a_large_table(tmp_path: Path, combiner: 
     model.fit(used, np.ones((40, DIM)), verbose=0)
     export(model, tmp_path / "saved", max_bytes="1MiB", verbose=False, untrained="zeros")
     np.testing.assert_allclose(served(tmp_path / "saved", {"x": used}), model.predict(used, verbose=0), atol=1e-6)
-    new = np.array([[3, 5, 0]])  # three ids that were not trained, one of them padding
+    new = np.array([[3, 5, 0]])  # two ids that were not trained, and padding
     assert not served(tmp_path / "saved", {"x": new}).any()
     export(model, tmp_path / "strict", max_bytes="1MiB", verbose=False)
     loaded = tf.saved_model.load(tmp_path / "strict")

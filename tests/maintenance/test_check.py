@@ -225,7 +225,7 @@ def test_damaged_old_commits_go_but_not_what_is_left_of_a_snapshot(stored: tuple
 
     with bb.open(path, ram="4MiB") as table:
         train(table, 7)
-        table.set(IDS, np.ones((300, 6), np.float32))  # every row anew: segment 1 is the snapshot's alone
+        table.set(IDS, np.ones((300, 6), np.float32))  # writes every row: only the snapshot uses segment 1
         table.commit()
         state = rows_of(table)
         table.commit(meta={"again": 1})

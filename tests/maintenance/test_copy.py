@@ -99,7 +99,7 @@ def test_the_two_do_not_touch_each_other(stored: tuple[Path, dict[int, Rows]], t
     path, states = stored
     dst = tmp_path / "dst"
     bb.copy(path, dst)
-    with bb.open(path, ram="8MiB") as table:  # every row anew, compacted, collected: the source's files go
+    with bb.open(path, ram="8MiB") as table:  # writes every row, compacts and collects: the source's files are removed
         for step in range(6):
             table.set(IDS, np.full((4000, 8), step, np.float32))
             table.commit()

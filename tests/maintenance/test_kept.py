@@ -18,7 +18,7 @@ IDS = np.arange(4000)
 def make(path: Path) -> Path:
     with bb.create(path, dim=8, num_rows=4000, optimizer=bb.SGD(lr=1.0), init=bb.Zeros(), ram="4MiB") as table:
         for name in ("a", "b", None):
-            table.update(IDS, np.ones((4000, 8), np.float32))  # every row anew: nothing is shared
+            table.update(IDS, np.ones((4000, 8), np.float32))  # writes every row: commits share nothing
             table.commit(keep=name)
     return path
 
@@ -147,7 +147,7 @@ def size_of(path: Path) -> int:
 
 
 def test_a_run_reads_each_manifest_a_fixed_number_of_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many snapshots there are: committing and dropping must not read all of them again and again."""
+    """The number does not depend on the number of snapshots: a commit or drop must not read all manifests again."""
     reads = 0
     decode = run_files.decode
 

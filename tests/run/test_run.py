@@ -78,15 +78,15 @@ def test_training_goes_on_while_a_run_commits(tmp_path: Path) -> None:
     for seed in range(3):
         trial.train(seed)
         contents = bytearray(b"weights")
-        pending = trial.run.begin_commit(files={"dense.pt": contents}, meta={"seed": seed}, keep="begun")
+        pending = trial.run.begin_commit(files={"dense.pt": contents}, meta={"seed": seed}, keep="background")
         contents[:] = b"changed"
-        trial.each("commit", None, "begun")
+        trial.each("commit", None, "background")
         trial.train(seed + 10)
         trial.check()
     assert pending.wait() == trial.run.epoch == 3 and pending.done
     assert trial.run.meta == {"seed": 2} and trial.run.read("dense.pt") == b"weights"
-    trial.run.rewind("begun")
-    trial.each("rewind", "begun")
+    trial.run.rewind("background")
+    trial.each("rewind", "background")
     trial.check()
     trial.run.close()
 
@@ -101,7 +101,7 @@ def test_a_commit_in_the_background_that_fails_is_told_once(tmp_path: Path, monk
         pending = trial.run.begin_commit()
         with pytest.raises(OSError, match="disk full"):
             pending.wait()
-        trial.run.begin_commit()  # nobody waits for this one
+        trial.run.begin_commit()  # without a wait for this commit
         with pytest.raises(OSError, match="disk full"):
             trial.run.close()
     assert trial.run.epoch == 1 and not trial.run.closed

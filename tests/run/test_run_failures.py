@@ -129,7 +129,7 @@ def test_a_damaged_old_manifest_does_not_keep_a_run_from_opening(tmp_path: Path)
         assert (run.epoch, value(run)) == (3, 3.0)
         add_one(run)
         assert run.commit() == 4
-        # Nobody knows what the damaged one names: nothing goes.
+        # The files that the damaged manifest names are unknown: no file is removed.
         assert (tmp_path / "run" / "run-0000000000000003").exists()
 
 

@@ -260,8 +260,8 @@ READS: dict[str, Callable[[Path, Path], object]] = {
     "read run": read_run,
     "look around": look_around,
     "check": lambda path, _: bb.check(path),
-    "copy": lambda path, beside: bb.copy(path, beside / "copy"),
-    "rewrite": lambda path, beside: bb.copy(path, beside / "small", dtype="bfloat16", ram=RAM),
+    "copy": lambda path, work: bb.copy(path, work / "copy"),
+    "rewrite": lambda path, work: bb.copy(path, work / "small", dtype="bfloat16", ram=RAM),
 }
 WRITES: dict[str, Callable[[Path, Path], object]] = {
     "write": write,
@@ -269,7 +269,7 @@ WRITES: dict[str, Callable[[Path, Path], object]] = {
     "drop": drop,
     "create": create_there,
     "repair": lambda path, _: bb.check(path, repair=True),
-    "copy into": lambda path, beside: bb.copy(beside.parent / "made" / path.name, path),
+    "copy into": lambda path, work: bb.copy(work.parent / "made" / path.name, path),
 }
 
 
@@ -295,16 +295,16 @@ def test_a_hostile_folder_harms_nothing_outside(made: Path, base: str, kind: str
     calls = 0
     for number, (what, harm) in enumerate(cases):
         writes = list(WRITES)[number % len(WRITES) :] + list(WRITES)[: number % len(WRITES)]
-        beside = made / "work"
-        shutil.rmtree(beside, ignore_errors=True)
-        folder = beside / base
+        work = made / "work"
+        shutil.rmtree(work, ignore_errors=True)
+        folder = work / base
         shutil.copytree(made / "made" / base, folder)
         with contextlib.suppress(FileNotFoundError):
             harm(folder, made / "outside")
         for name in [*READS, *writes]:
             calls += 1
             try:
-                {**READS, **WRITES}[name](folder, beside)
+                {**READS, **WRITES}[name](folder, work)
             except CLEAN:
                 pass
             except Exception as error:

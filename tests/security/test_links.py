@@ -53,7 +53,7 @@ RUN_CALLS: dict[str, Callable[[Path, Path], object]] = {
     "Run": lambda path, _: write_run(path),
     "repair": lambda path, _: bb.check(path, repair=True),
     "drop_snapshot": lambda path, _: bb.drop_snapshot(path, "a"),
-    "copy into": lambda path, beside: bb.copy(make_run(beside / "source"), path),
+    "copy into": lambda path, work: bb.copy(make_run(work / "source"), path),
 }
 
 
@@ -136,7 +136,7 @@ def test_a_training_run_whose_data_is_a_link_is_not_written(tmp_path: Path, cana
     assert_untouched(canary)
 
 
-@pytest.mark.parametrize("call", ["export", "vocabulary", "copy", "beside"])
+@pytest.mark.parametrize("call", ["export", "vocabulary", "copy", "other files"])
 def test_unfinished_files_that_are_links_are_not_written_through(tmp_path: Path, canary: Path, call: str) -> None:
     from bunkbed.io.common.naming import write_vocabulary
 

@@ -28,7 +28,7 @@ def test_the_rule_that_divides_rows_is_file_format() -> None:
 
 
 def _owner(row: int, shards: int) -> int:
-    """The rule once more, in Python's integers."""
+    """Return the shard of a row by the same rule, with Python's integers."""
     mask = 2**64 - 1
     x = row + 0x9E3779B97F4A7C15 & mask
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
@@ -364,7 +364,7 @@ def test_check_finds_a_row_in_another_shards_directory(tmp_path: Path) -> None:
         owners = table.shards_of(EVERY)
         table.commit(keep="sound")
         first, stranger = table.core.tables()[0], int(EVERY[owners == 2][0])
-        # What somebody would do who opens a shard's core by itself.
+        # A caller that uses a shard's core directly can do this.
         first.core.set(np.array([stranger]), 0, np.zeros((1, FACTS["dim"]), np.float32))
         table.commit()
     for repair in (False, True):

@@ -235,11 +235,11 @@ def test_a_child_after_a_fork_is_refused(tmp_path: Path) -> None:
             held.set()
             over.wait()
 
-    thread = threading.Thread(target=hold)  # a lock that nobody gives back in the child
+    thread = threading.Thread(target=hold)  # no thread releases this lock in the child
     thread.start()
     held.wait()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork while threads run
         pid = os.fork()
     if pid == 0:
         code = 1

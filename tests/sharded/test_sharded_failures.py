@@ -43,7 +43,7 @@ def faulty():
 
 
 class Trial:
-    """A table with everything stored and committed as ``"good"``, beside its oracle."""
+    """A table with every row stored and committed as ``"good"``, and its oracle."""
 
     def __init__(self, path: Path, **kwargs: Any) -> None:
         self.path = path

@@ -2,10 +2,10 @@
 
 On the CPU every copy is done when it returns, so an executor that forgets to wait for one would not be seen. Here
 
-- what is copied within `Link.copying` has no values until somebody waits for it: until then rows and frames of records
+- what is copied within `Link.copying` has no values until a caller waits for it: until then rows and frames of records
   are NaN, and frame numbers are -1, which no gather takes;
-- frames that the model's own operations used are noted until `Link.used`: a copy that takes one of them before that
-  might have overtaken them, and is put down in `overtaken`;
+- frames that the model's own operations used are noted until `Link.used`: a copy that takes such a frame before that
+  might have overtaken the operations, and is recorded in `overtaken`;
 - copies into frames that are still under way when those are given back would be left in `pending`.
 
 Only copies are late: what else runs among them (`TransferTier` widening 16-bit rows) is done at once, on what has not
@@ -91,7 +91,7 @@ class DeferredLink(Link):
         self.overtaken |= self._unannounced & set(frames.tolist())
 
     def defer(self, work: Callable[[], Any], *, into_frames: bool = False) -> None:
-        """Does it once somebody waits for it, after everything deferred before."""
+        """Runs `work` when a caller waits for it, after all work deferred before."""
         with self._guard:
             self._number += 1
             self._queue.append((self._number, work, into_frames))

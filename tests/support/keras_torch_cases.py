@@ -1,4 +1,4 @@
-"""What `test_keras_torch` runs: `bunkbed.keras` on Keras's torch backend, which a process has for good.
+"""What `test_keras_torch` runs: `bunkbed.keras` on Keras's torch backend, which a process cannot change.
 
 Each function is a case: called with an empty folder, in a process of its own that has never seen TensorFlow. The
 processes are forks of one that has only imported, which takes longer than most cases do.

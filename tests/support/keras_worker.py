@@ -335,7 +335,7 @@ def layered(worker: Worker) -> None:
 
 
 def half_saved(worker: Worker, data) -> None:
-    """Worker 1 cannot commit: what was saved before is not let go of on worker 0, though one epoch is kept."""
+    """Worker 1 cannot commit: worker 0 does not release the save before, though only one checkpoint is kept."""
     layers, model = worker.model(worker.folder / "half", seed=SEED, keep_checkpoints=1)
     step, file = worker.step_of(model), worker.folder / f"half-{worker.index}.keras"
     step(*batch(data, 0))

@@ -76,7 +76,7 @@ def check(where: str, call: Callable[..., Any], valid: dict[str, Any], skip: tup
             continue
         for value in WRONG:
             given = {**valid, name: value}
-            told = f"{where}({name}={str(value)[:40] if not isinstance(value, int) or abs(value) < 2**70 else 'huge'})"
+            shown = f"{where}({name}={str(value)[:40] if not isinstance(value, int) or abs(value) < 2**70 else 'huge'})"
             try:
                 found = call(**given)
                 if inspect.isgenerator(found):
@@ -84,9 +84,9 @@ def check(where: str, call: Callable[..., Any], valid: dict[str, Any], skip: tup
             except ALLOWED as error:
                 text = str(error)
                 if not text or any(one in text for one in FOREIGN):
-                    yield f"{told}: {type(error).__name__}: {text[:200]}"
+                    yield f"{shown}: {type(error).__name__}: {text[:200]}"
             except BaseException as error:
-                yield f"{told}: {type(error).__name__}: {str(error)[:200]}"
+                yield f"{shown}: {type(error).__name__}: {str(error)[:200]}"
 
 
 def state(table: bb.Table) -> Any:

@@ -309,7 +309,7 @@ def test_damaged_bytes_are_an_error_never_a_vector(stored: tuple[Path, Reference
                 found += 1
                 assert str(error), "an error without words"
         (path / name).write_bytes(content)
-    assert found > 10, "hardly any damage was noticed: the test damages bytes nobody reads"
+    assert found > 10, "hardly any damage was noticed: the test damages bytes that are never read"
     assert bb.check(path) == []
 
 
@@ -402,7 +402,7 @@ def test_a_forked_child_does_not_keep_the_lock(stored: tuple[Path, ReferenceTabl
     pid = os.fork()
     if pid == 0:
         os.close(writing)
-        os.read(reading, 1)  # lives until the parent lets go
+        os.read(reading, 1)  # lives until the parent closes the pipe
         os._exit(0)
     try:
         table.close()

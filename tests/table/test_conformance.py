@@ -131,7 +131,7 @@ class TestDiskLimited(TestTinyRam):
 
 
 class TestSharedBudget(TableTests):
-    """Beside another table in one `bb.Budget`."""
+    """The table shares one `bb.Budget` with another table."""
 
     def make_table(self, tmp_path: Path, **kwargs: Any) -> Any:
         budget = bb.Budget("48MiB")

@@ -1,4 +1,4 @@
-"""Scratch tables: the bits of a durable one, and nothing kept of them."""
+"""Scratch tables: they have the bits of a durable table, and nothing is kept."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_it_overflows_compacts_and_has_the_bits_of_a_table_that_does_neither(tmp
             t.commit(meta={"seed": seed})
     stats = table.stats()
     assert stats["evictions"] > 40_000 and stats["compactions"] >= 3, stats
-    # Nobody names its segments: what compaction empties is gone at once, and what is left is about two thirds live.
+    # No commit names its segments: compaction removes an emptied one at once, and about two thirds of the rest is live.
     assert stats["disk_bytes"] < 1.7 * stats["live_bytes"] + (4 << 20)
     ids = np.arange(20_000)
     for slot in ("weight", *table.slots):
@@ -231,7 +231,7 @@ def test_layers_of_torch(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from bunkbed.torch import Embedding, EmbeddingBag, Optimizer
 
-    for _ in range(2):  # the second begins anew
+    for _ in range(2):  # the second starts with an empty table
         layer = Embedding(100, 4, path=tmp_path / "t", durability="scratch", ram="2MiB")
         optimizer = Optimizer(layer)
         layer(torch.tensor([1, 2])).sum().backward()

@@ -26,7 +26,7 @@ NUM_ROWS = 3000
 NAMES = ("a", "b", "c")
 
 few_ids = st.lists(st.integers(0, NUM_ROWS - 1), max_size=12)
-# A seed stands for a batch: hundreds of ids, most rows of the table over a few steps, so that frames run out.
+# A seed gives a batch: hundreds of ids, most rows of the table over a few steps, so that frames run out.
 seeds = st.integers(0, 2**32 - 1)
 
 _smallest: dict[str, int] = {}
@@ -38,7 +38,7 @@ def many_ids(seed: int, size: int = 400) -> np.ndarray:
 
 
 class TableMachine(RuleBasedStateMachine):
-    """One writer, at most one reader, and the oracle beside them."""
+    """One writer, at most one reader, and the oracle."""
 
     @initialize(
         optimizer=st.sampled_from(OPTIMIZERS),
@@ -219,7 +219,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(keep=st.sampled_from([None, None, *NAMES]))
     def begin_commit(self, keep: str | None) -> None:
-        """What follows goes on beside it, until something asks for the commit."""
+        """The next rules run during the commit, until a rule waits for it."""
         self.commits += 1
         self.compacted = False
         meta = {"step": self.oracle.step, "commits": self.commits}

@@ -1,4 +1,4 @@
-"""What a table has beside the conformance suite: files, budgets, sharing, threads, sizes."""
+"""Tests of tables in addition to the conformance suite: files, budgets, sharing, threads, sizes."""
 
 from __future__ import annotations
 

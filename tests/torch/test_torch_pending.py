@@ -499,7 +499,7 @@ def test_a_retained_output_gradient_is_not_the_rows_memory() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_any_sequence_of_calls_does_what_it_does_to_a_dense_parameter(seed: int) -> None:
-    """Random lookups, backward calls, scalings, zero_grads and steps, beside `nn.Embedding` under plain SGD."""
+    """Random lookups, backward calls, scalings, zero_grads and steps, compared with `nn.Embedding` and SGD."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     emb = Embedding(12, 3, optimizer=bb.SGD(lr=0.1))

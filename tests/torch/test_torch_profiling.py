@@ -80,7 +80,7 @@ def test_ranges_that_fail_are_said_and_stop_no_lookup(tmp_path: Path, monkeypatc
 
 
 def test_stalls_of_a_shard_go_where_the_callers_do(tmp_path: Path) -> None:
-    """In whichever thread: a profiler of all threads, as TensorFlow's, is told by each."""
+    """In whichever thread: each thread reports its stalls to a profiler of all threads, such as TensorFlow's."""
     import contextlib
     import threading
 

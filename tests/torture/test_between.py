@@ -14,7 +14,7 @@ from torture.stories.features import small_tables
 import bunkbed as bb
 from bunkbed.io.formats import dense
 
-#: The scan of each kind, and other walks of those where most can go wrong; all of them in the torture part `between`.
+#: The scan of each kind, and other walks of the kinds where most can go wrong. The torture part `between` has all.
 CASES = [(kind, "scan", False) for kind in between.KINDS]
 CASES += [("disk", walk, False) for walk in ("export of every row", "topk")]
 CASES += [("durable", "export", False)]

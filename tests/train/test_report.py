@@ -222,7 +222,7 @@ def test_a_page_needs_nothing_else(tmp_path: Path) -> None:
         assert str(attributes.get("href", "#")).startswith("#")
     assert "http:" not in html and "https:" not in html and "@import" not in html
     assert html.count("url(") == html.count("url(#")
-    assert "#0f1e0" not in html  # the marks that stand for colours while a chart is drawn
+    assert "#0f1e0" not in html  # the placeholders of colours while a chart is drawn
     assert "prefers-color-scheme: dark" in html and "width=device-width" in html
     policy = next(attributes for tag, attributes in page.tags if attributes.get("http-equiv"))
     assert policy["content"] == "default-src 'none'; style-src 'unsafe-inline'"
@@ -236,7 +236,7 @@ def test_hot_rows_are_counted(tmp_path: Path) -> None:
         assert counts.tolist() == np.bincount(indices, minlength=rows).tolist()
     one = curve("item", counts)
     assert one is not None
-    # Item 0 has all 40 users, items 10 and up nobody: of 220 pairs the hottest 3 of 30 have 40 + 36 + 32.
+    # Item 0 has all 40 users, items 10 and up have no user: of 220 pairs the hottest 3 of 30 have 40 + 36 + 32.
     assert (one.pairs, one.rows, one.unused) == (220, 30, 20)
     assert one.share_of(0.1) == pytest.approx(108 / 220)
     assert one.rows_for(40 / 220) == pytest.approx(1 / 30)

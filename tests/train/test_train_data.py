@@ -293,7 +293,7 @@ OPEN_QUOTES = {
     "to the end": ('1,2,3\n3,4,"x\n5,6,7\n7,8,9\n', "unexpected end of data"),
     "to the next quote": ('1,2,3\n3,4,"x\n5,6,7\n8,9,"y\n9,9,9\n', "',' expected after '\"'"),
     "over a line without its end": ('1,2,3\n3,4,"x\n5,6,7', "unexpected end of data"),
-    "beside a missing label": ('1,,3\n3,4,"x\n5,6,7', "unexpected end of data"),
+    "after a missing label": ('1,,3\n3,4,"x\n5,6,7', "unexpected end of data"),
     "over a long field": ('1,2,3\n3,4,"x\n' + "5,6,7\n" * 30_000, "field larger than field limit"),
     "over more than a block": ('1,2,3\n3,4,"x\n' + "5,6,7\n" * 40_000, "field larger than field limit"),
 }
@@ -354,7 +354,7 @@ def test_rows_of_parquet_without_a_label_are_left_out_and_counted(tmp_path: Path
 
 def test_labels_of_a_parquet_dictionary_are_numbered_as_they_appear(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
-    users = pa.DictionaryArray.from_arrays(pa.array([2, 0, 2]), pa.array(["a", "nobody", "c"]))
+    users = pa.DictionaryArray.from_arrays(pa.array([2, 0, 2]), pa.array(["a", "unused", "c"]))
     pq.write_table(pa.table({"user": users, "item": [1, 2, 3]}), path)
     assert read_interactions(path).user_vocab.labels.tolist() == ["c", "a"]
 

@@ -99,7 +99,7 @@ DATA = dataset()
 
 
 def train(path, config, *, data=DATA, stop_after=None, commit=True, on_event=None):
-    """One session in its own run object; `stop_after` steps it is told to stop."""
+    """Train one session in its own run object; request its stop after `stop_after` steps."""
     run = bb.Run(path, ram=config.ram)
     trainer = Trainer(config, data, run)
     if stop_after is not None:
@@ -120,7 +120,7 @@ def train(path, config, *, data=DATA, stop_after=None, commit=True, on_event=Non
 
 
 def stored(table, slot):
-    """Ids of the stored rows, ascending, beside the values of one slot."""
+    """Return the ids of the stored rows, ascending, and the values of one slot, as columns."""
     chunks = [(ids.copy(), values.copy()) for ids, values in table.scan(slot=slot)]
     ids, values = (np.concatenate(parts) for parts in zip(*chunks, strict=True))
     order = np.argsort(ids)
@@ -196,7 +196,7 @@ def test_a_killed_run_goes_on_from_its_last_commit(tmp_path, monkeypatch):
     commit = run.begin_commit
 
     def crash(**arguments):
-        if trainer.epoch == 2:  # its line stands in the log already
+        if trainer.epoch == 2:  # the log has its line already
             raise RuntimeError("power loss")
         return commit(**arguments)
 
@@ -409,7 +409,7 @@ def test_losses_and_rows_are_the_same_for_every_budget(tmp_path):
 
 @pytest.mark.parametrize("stop_after", [3, "epoch + 1"])
 def test_an_interrupted_run_with_a_window_ends_with_the_bits_of_one_without(tmp_path, stop_after):
-    # Up to 32 batches are pulled ahead of the step; where training stops, none of them must have left a trace.
+    # Up to 32 batches are pulled ahead of the step; where training stops, they must have left no trace.
     data = dataset(num_users=3000, num_items=600)
     config = TrainConfig(
         dim=16, batch_size=256, epochs=2, lr=0.02, threads=1, eval_users=200, ram=TIGHT_RAM, lookahead=0

@@ -212,7 +212,7 @@ def test_a_model_that_scores_everything_alike_ranks_last():
 def test_rounding_does_not_break_a_tie_in_our_favour():
     rng = np.random.default_rng(0)
     row = rng.normal(size=64)
-    # Every item is the same vector: whatever order a product sums in, all of them tie.
+    # Every item is the same vector: whatever order a product sums in, all items tie.
     scorer = Scorer(Rows(rng.normal(size=(30, 64))), Rows(np.tile(row, (500, 1))))
     _, ranks = full_ranks(scorer, pairs({(user, 7 * user) for user in range(30)}, 30, 500), pairs(set(), 30, 500))
     assert ranks.tolist() == [500] * 30

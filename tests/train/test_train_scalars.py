@@ -131,7 +131,7 @@ def test_an_epoch_stands_once_where_only_its_evaluation_was_left(tmp_path: Path,
     with bb.Run(folder, ram="8MiB", mode="r") as run:
         progress = run.meta["progress"]
     assert (progress["epoch"], progress["step"]) == (0, steps)
-    # The evaluation is made up for and told, and its commit is not.
+    # The next session makes and reports the evaluation, but does not commit it.
     one = TrainConfig.from_dict({**CONFIG.to_dict(), "commit_every": 99})
     run = bb.Run(folder, ram="8MiB")
     trainer = Trainer(one, data, run)

@@ -31,7 +31,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    """Parts so small that a few hundred pairs go through many of them."""
+    """Make parts so small that a few hundred pairs go through many parts."""
     monkeypatch.setattr(data_module, "_BATCH_PAIRS", 100)
     monkeypatch.setattr(sampling, "_CHUNK", 128)
     monkeypatch.setattr(stream, "_CHUNK", 16)
@@ -334,7 +334,7 @@ def test_training_from_disk_has_the_bits_of_memory(tmp_path, monkeypatch, source
     expected = trained(tmp_path / "memory", config, data)
     monkeypatch.setattr(score_blocks, "_MOST_PLACES", 0)
     trained_part = trained(tmp_path / "disk", streamed, stored, stop_after=5)
-    # What was begun on disk may go on in memory.
+    # A training that was started on disk may go on in memory.
     found = trained(tmp_path / "disk", *((config, data) if config is TOWERS else (streamed, stored)))
     assert trained_part[0] + found[0] == expected[0]
     assert found[1] == expected[1]

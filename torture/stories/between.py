@@ -260,7 +260,7 @@ def one(s: Story, table: Any, state: Any, walk: str, call: str, expected: str) -
         ids = np.concatenate([part for part, _ in parts])
         wanted = state._places if walk != "export of every row" else dict.fromkeys(s.all.tolist())
         assert len(ids) == len(set(ids.tolist())) == len(wanted), (
-            f"{len(ids)} rows, {len(set(ids.tolist()))} of them distinct, of {len(wanted)}"
+            f"{len(ids)} rows, {len(set(ids.tolist()))} distinct rows, of {len(wanted)}"
         )
         for part, values in parts:
             assert_same_bits(values, state.get(part, slot), slot)

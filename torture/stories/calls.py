@@ -321,7 +321,7 @@ def _(s: Story) -> None:
     s.settle()
     can_keep = "scratch" not in s.options and "disk" not in s.limits
     meta, keep = {"at": s.oracle.step}, can_keep and s.rng.random() < 0.3
-    arguments: dict[str, Any] = {"meta": meta, **({"keep": "begun"} if keep else {})}
+    arguments: dict[str, Any] = {"meta": meta, **({"keep": "background"} if keep else {})}
     if s.run is not None:
         s.dense = s.rng.bytes(30)
         s.pending = s.run.begin_commit(files={"dense": s.dense}, **arguments)

@@ -242,7 +242,7 @@ def run(size: Size) -> list[Result]:
         total.add(result)
         calls += made
     total.note = (
-        f"{len(FEATURES)} features, {len(every):,} pairs, {len(holes())} of them holes; {total.tried:,} stories, "
+        f"{len(FEATURES)} features, {len(every):,} pairs with {len(holes())} holes; {total.tried:,} stories, "
         f"{calls:,} calls, {total.tried - total.passed} wrong\n"
     ) + "\n".join(f"hole: {a} x {b}: {kind_of(error)}: {text}" for (a, b), (error, text) in holes().items())
     return [total]
