@@ -63,7 +63,7 @@ PYTHON = {
     "train": "bunkbed core errors files machine run table torch train/data train/evaluate train/models train/output"
     " train/processes train/settings",
     "train/demo": "core run train train/data train/evaluate train/output train/settings",
-    "train/report": "bunkbed core errors files machine table train/output train/settings",
+    "train/report": "bunkbed core errors files machine table train/evaluate train/output train/settings",
     "serve": "bunkbed core errors files train train/data train/settings",
     "cli/shared": "bunkbed core errors files table train/data train/settings",
     "cli/commands": "bunkbed cli/shared core feed files io/common io/formats machine maintenance planning run serve"

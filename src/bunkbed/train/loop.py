@@ -38,9 +38,7 @@ from bunkbed.train.counters import Counters
 from bunkbed.train.data.blocks import pair_blocks
 from bunkbed.train.data.interactions import Dataset
 from bunkbed.train.data.sampling import Batch, BatchesAhead, BatchSource
-from bunkbed.train.data.splits import split
-from bunkbed.train.data.stream import STREAM_FOLDER, open_split
-from bunkbed.train.evaluate.evaluator import Evaluator
+from bunkbed.train.evaluate.evaluator import open_parts, validation_evaluator
 from bunkbed.train.models.dense import DENSE_FILE, dense_bytes, dense_state
 from bunkbed.train.models.recommender import Recommender, create_tables
 from bunkbed.train.output.events import Advice, EpochReport, EvalReport, Event, Outcome, StepReport
@@ -104,8 +102,8 @@ class Trainer:
         #: The options, with a decided order and batch size.
         self.config = config = TrainConfig.from_dict(found)
         self.run = run
-        parts = open_split(data.train, config, run.path / STREAM_FOLDER) if config.stream else split(data.train, config)
-        train, valid = parts.train, parts.valid
+        parts = open_parts(data, config, run.path)
+        train = parts.train
         self._order = parts.order(config)
         self._num_pairs = len(train)
         self._num_users, self._num_items = data.num_users, data.num_items
@@ -122,18 +120,7 @@ class Trainer:
             blocks=pair_blocks(config, train),
             team=team,
         )
-        self._evaluator = None
-        if valid is not None:
-            self._evaluator = Evaluator(
-                valid,
-                train,
-                ranking=config.ranking,
-                ks=config.cutoffs,
-                eval_negatives=config.eval_negatives,
-                eval_users=config.eval_users,
-                seed=config.seed,
-                rule=config.valid,
-            )
+        self._evaluator = validation_evaluator(parts, config)
         self.model = Recommender(config, tables)
         dense = self.model.dense_parameters()
         #: The model whose call returns the loss; its backward joins the gradients of all processes.

@@ -1,4 +1,7 @@
-"""``bunkbed compare``: show several runs in one table. Writes no file."""
+"""``bunkbed compare``: show several runs in one table, with baselines among them.
+
+Writes no file; with ``--baselines`` ``baselines.json`` in the folder of each run.
+"""
 
 from __future__ import annotations
 
@@ -11,44 +14,74 @@ import typer
 from rich.table import Table
 
 from bunkbed.cli.shared.console import ConfigOption, JsonOption, UsageProblem, escape, need, print_json, stderr, stdout
+from bunkbed.core.budget import parse_bytes
 from bunkbed.core.types import Json
 from bunkbed.train.settings.run_config import read_config
 
 if TYPE_CHECKING:
     from bunkbed.train.evaluate.comparison import RunSummary
+    from bunkbed.train.evaluate.results import Baseline
 
 
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Folders that bunkbed train wrote.", metavar="RUN...")],
     *,
+    baselines: Annotated[
+        bool,
+        typer.Option(
+            "--baselines",
+            help="Judge popular items, item-item neighbors and ALS (pip install implicit) as the runs; stored in them.",
+        ),
+    ] = False,
+    ram: Annotated[
+        str | None,
+        typer.Option(help="RAM that a baseline may take; default: the run's, at least 1 GiB.", metavar="BYTES"),
+    ] = None,
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> None:
     """Show runs side by side, the best first: the options in which they differ, quality, speed."""
+    if ram is not None and not baselines:
+        raise UsageProblem("--ram goes with --baselines")
     for folder in runs:
         read_config(folder)  # raises for a folder that is not a run
     twice = {str(folder) for folder in runs if sum(folder.resolve() == other.resolve() for other in runs) > 1}
     if twice:
         raise UsageProblem(f"{sorted(twice)[0]} is given twice; name each run once")
-    need("torch", "pyarrow", command="compare")
+    need("torch", "pyarrow", *(["duckdb"] if baselines else []), command="compare")
     from bunkbed.train.evaluate.comparison import differing_options, ranked, summarize_run
 
     found = ranked([summarize_run(folder) for folder in runs])
     names = differing_options(found)
+    others, left_out = _baselines(runs, ram) if baselines else ([], {})
     if json:
-        print_json({"options": names, "runs": [_plain(run) for run in found], "comparable": _is_comparable(found)})
+        values: Json = {"options": names, "runs": [_plain(run) for run in found], "comparable": _is_comparable(found)}
+        if baselines:
+            values |= {"baselines": [asdict(one) for one in others], "left_out": left_out}
+        print_json(values)
         return
-    console, table = stdout(), _table(found, names)
+    console, table = stdout(), _table(found, others, names)
     if not console.is_terminal:  # one line for each run, of any length
         width = console.measure(table, options=console.options.update(width=10_000)).maximum
         console.width = width
     console.print(table)
+    for name, reason in left_out.items():
+        stderr().print(f"[yellow]note[/] {name} is left out: {escape(reason)}", soft_wrap=True)
     if not _is_comparable(found):
         stderr().print(
             "[yellow]note[/] the runs were not judged alike (data, validation or its seed differ), "
             "so their validation figures do not compare",
             soft_wrap=True,
         )
+
+
+def _baselines(runs: Sequence[Path], ram: str | None) -> tuple[list[Baseline], dict[str, str]]:
+    """Return the baselines of runs, and why others are left out."""
+    from bunkbed.train.evaluate.baselines import baselines_of
+
+    with stderr().status("baselines") as status:
+        allowed = None if ram is None else parse_bytes(ram)
+        return baselines_of(runs, ram=allowed, on_progress=lambda text: status.update(escape(text)))
 
 
 def _is_comparable(runs: Sequence[RunSummary]) -> bool:
@@ -65,39 +98,49 @@ def _plain(run: RunSummary) -> Json:
     }
 
 
-def _table(runs: Sequence[RunSummary], names: Sequence[str]) -> Table:
-    """Return a table with a row for each run; the best value of each metric is bold."""
+def _table(runs: Sequence[RunSummary], baselines: Sequence[Baseline], names: Sequence[str]) -> Table:
+    """Return a table with a row for each run and baseline; the best value of each metric is bold."""
+    from bunkbed.train.evaluate.comparison import with_baselines
+    from bunkbed.train.evaluate.results import Baseline
     from bunkbed.train.output.display import main_metrics
 
-    # The main metrics of the first run that all runs have.
-    metrics = [
-        name
-        for name in main_metrics(runs[0].best, runs[0].config.metric)
-        if all(name in run.best for run in runs if run.best)
-    ]
-    tested = [run.test.metrics for run in runs if run.test is not None]
-    test_metrics = [name for name in metrics if tested and all(name in each for each in tested)]
+    rows = with_baselines(runs, baselines)
+    valid = [row.best for row in rows if row.best]
+    test = [row.test.metrics for row in rows if row.test is not None]
+    first = runs[0].best or (valid + test or [{}])[0]
+    # The main metrics of the first run that all have.
+    shown = main_metrics(first, runs[0].config.metric)
+    metrics, test_metrics = (
+        [name for name in shown if figures and all(name in one for one in figures)] for figures in (valid, test)
+    )
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     table.add_column("run", overflow="fold")
     if names:
         table.add_column("options", overflow="fold")
     for header in ("split", "epochs", "best", *metrics, *(f"test {name}" for name in test_metrics), "pairs/s", "hits"):
         table.add_column(header, justify="right", no_wrap=True)
-    best = {name: max((run.best[name] for run in runs if name in run.best), default=None) for name in metrics}
-    best_test = {name: max(each[name] for each in tested) for name in test_metrics}
-    for run in runs:
-        shown = [_figure(run.best.get(name), best[name]) for name in metrics]
-        in_test = run.test.metrics if run.test is not None else {}
-        shown += [_figure(in_test.get(name), best_test[name]) for name in test_metrics]
+    if baselines:
+        table.add_column("seconds", justify="right", no_wrap=True)
+    best = {name: max(one[name] for one in valid) for name in metrics}
+    best_test = {name: max(one[name] for one in test) for name in test_metrics}
+    for row in rows:
+        in_test = {} if row.test is None else row.test.metrics
+        figures = [_figure(row.best.get(name), best[name]) for name in metrics]
+        figures += [_figure(in_test.get(name), best_test[name]) for name in test_metrics]
+        seconds = [] if not baselines else ["-" if row.seconds is None else f"{row.seconds:,.1f}"]
+        if isinstance(row, Baseline):
+            table.add_row(row.name, *(["-"] if names else []), *"---", *figures, *"--", *seconds, style="dim")
+            continue
         table.add_row(
-            escape(str(run.folder)),
-            *([escape(", ".join(f"{name} {_option(getattr(run.config, name))}" for name in names))] if names else []),
-            run.config.valid if run.config.split == "random" else run.config.split,
-            f"{run.epochs}" if run.is_done else f"{run.epochs} of {run.config.epochs}",
-            "-" if run.best_epoch is None else str(run.best_epoch),
-            *shown,
-            "-" if run.pairs_per_s is None else f"{run.pairs_per_s:,.0f}",
-            "-" if run.hit_rate is None else f"{run.hit_rate:.1%}",
+            escape(str(row.folder)),
+            *([escape(", ".join(f"{name} {_option(getattr(row.config, name))}" for name in names))] if names else []),
+            row.config.valid if row.config.split == "random" else row.config.split,
+            f"{row.epochs}" if row.is_done else f"{row.epochs} of {row.config.epochs}",
+            "-" if row.best_epoch is None else str(row.best_epoch),
+            *figures,
+            "-" if row.pairs_per_s is None else f"{row.pairs_per_s:,.0f}",
+            "-" if row.hit_rate is None else f"{row.hit_rate:.1%}",
+            *seconds,
         )
     return table
 

@@ -65,6 +65,7 @@ __all__ = [
     "draw_users",
     "open_split",
     "pairs_of",
+    "sums_of",
 ]
 
 #: The folder of these files in a run's folder.
@@ -128,7 +129,7 @@ def open_split(pairs: Interactions, config: TrainConfig, folder: Path) -> Stream
         "pairs": len(pairs),
         "num_users": pairs.num_users,
         "num_items": pairs.num_items,
-        "sums": _sums_of(pairs),
+        "sums": sums_of(pairs),
     }
     require_real(folder)
     about = _whole(folder, wanted)
@@ -464,7 +465,7 @@ def _damaged(path: Path) -> DataError:
     return DataError(f"{path}: is damaged; remove the folder {path.parent}, it is made again")
 
 
-def _sums_of(pairs: Interactions) -> list[int]:
+def sums_of(pairs: Interactions) -> list[int]:
     """Return the crc32 of all users, of all items, as int64 in order, and of all weights if there are any.
 
     They do not depend on the storage of the pairs.

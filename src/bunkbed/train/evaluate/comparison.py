@@ -10,16 +10,12 @@ from typing import Any
 
 import bunkbed as bb
 from bunkbed.core.types import Json
-from bunkbed.train.evaluate.evaluator import EvalResult
-from bunkbed.train.evaluate.results import load_test
+from bunkbed.train.evaluate.results import JUDGED_BY, Baseline, EvalResult, load_test
 from bunkbed.train.output.plots import read_metrics
 from bunkbed.train.output.progress import Progress
 from bunkbed.train.settings.config import TrainConfig
 
-__all__ = ["RunSummary", "differing_options", "ranked", "summarize_run"]
-
-# Options that must agree, or the validation figures of two runs are not comparable.
-_JUDGED_BY = ("split", "valid", "ranking", "eval_negatives", "eval_users", "seed")
+__all__ = ["RunSummary", "differing_options", "ranked", "summarize_run", "with_baselines"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +32,7 @@ class RunSummary:
         test: figures of the best epoch on the test pairs; None if there are no figures of this state.
         loss: mean over the last finished epoch; None before the first.
         pairs_per_s: positive pairs a second, the median of the epochs; None before the first.
+        seconds: of the steps of the finished epochs; None before the first.
         hit_rate: of the last finished epoch; None before the first.
         data: numbers of users, items and training pairs, which identify the data set.
     """
@@ -49,6 +46,7 @@ class RunSummary:
     test: EvalResult | None
     loss: float | None
     pairs_per_s: float | None
+    seconds: float | None
     hit_rate: float | None
     data: tuple[int, int, int]
 
@@ -60,7 +58,7 @@ class RunSummary:
     @property
     def judged_by(self) -> tuple[Any, ...]:
         """The options that must agree with another run's, or the validation figures are not comparable."""
-        return (self.data, *(getattr(self.config, name) for name in _JUDGED_BY))
+        return (self.data, *(getattr(self.config, name) for name in JUDGED_BY))
 
 
 def summarize_run(folder: Path) -> RunSummary:
@@ -94,6 +92,7 @@ def summarize_run(folder: Path) -> RunSummary:
         test=load_test(folder, step=progress.global_step),
         loss=epochs[-1]["loss"] if epochs else None,
         pairs_per_s=median(rates) if rates else None,
+        seconds=sum(epoch.get("seconds", 0.0) for epoch in epochs) if epochs else None,
         hit_rate=epochs[-1]["unique_hit_rate"] if epochs else None,
         data=(users, items, pairs),
     )
@@ -119,3 +118,19 @@ def ranked(runs: Sequence[RunSummary]) -> list[RunSummary]:
     if len({run.config.metric for run in runs}) > 1:
         return list(runs)
     return sorted(runs, key=lambda run: -1.0 if run.value is None else run.value, reverse=True)
+
+
+def with_baselines(runs: Sequence[RunSummary], baselines: Sequence[Baseline]) -> list[RunSummary | Baseline]:
+    """Return runs and baselines, sorted as `ranked`, or by the test where a run has no validation; all by one metric.
+
+    Where the metrics of the runs differ, the baselines come last.
+    """
+    metric, is_valid = runs[0].config.metric, all(run.best for run in runs)
+    if not baselines or len({run.config.metric for run in runs}) > 1:
+        return [*runs, *baselines]
+
+    def value(one: RunSummary | Baseline) -> float:
+        found = one.best if is_valid else {} if one.test is None else one.test.metrics
+        return found.get(metric, -1.0)
+
+    return sorted([*runs, *baselines], key=value, reverse=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +15,7 @@ from bunkbed.train.data.splits import Split, split
 from bunkbed.train.data.stream import STREAM_FOLDER, StreamedSplit, draw_users, open_split, pairs_of
 from bunkbed.train.evaluate.metrics import ranking_metrics
 from bunkbed.train.evaluate.ranking import Progress, full_ranks, sampled_ranks
+from bunkbed.train.evaluate.results import EvalResult
 from bunkbed.train.models.scorer import Scorer, scorer_of_run
 from bunkbed.train.processes.team import ALONE, Team
 from bunkbed.train.settings.config import TrainConfig
@@ -22,24 +23,15 @@ from bunkbed.train.settings.config import TrainConfig
 if TYPE_CHECKING:
     from bunkbed.run.run import Run
 
-__all__ = ["EvalResult", "Evaluator", "evaluate_run", "sample_candidates"]
-
-
-@dataclass(frozen=True)
-class EvalResult:
-    """Figures of an evaluation, and their meaning.
-
-    Attributes:
-        metrics: the result of `bunkbed.train.evaluate.metrics.ranking_metrics`.
-        ranking: description of the competitors of each held-out item, of the users, and of the split.
-        num_users: number of users over which the figures are means.
-        split: ``"test"``, ``"test candidates"`` or ``"validation"``.
-    """
-
-    metrics: dict[str, float]
-    ranking: str
-    num_users: int
-    split: str
+__all__ = [
+    "EvalResult",
+    "Evaluator",
+    "evaluate_run",
+    "final_evaluator",
+    "open_parts",
+    "sample_candidates",
+    "validation_evaluator",
+]
 
 
 def sample_candidates(targets: Interactions, known: Interactions, count: int, seed: int) -> Candidates:
@@ -124,6 +116,89 @@ class Evaluator:
         return EvalResult(ranking_metrics(owners, ranks, self._ks), self.ranking, self._num_users, self._split)
 
 
+def open_parts(data: Dataset, config: TrainConfig, folder: Path) -> Split | StreamedSplit:
+    """Return the pairs that a run in `folder` trains on and its validation pairs. Raises as `split`, `open_split`."""
+    return open_split(data.train, config, folder / STREAM_FOLDER) if config.stream else split(data.train, config)
+
+
+def validation_evaluator(
+    parts: Split | StreamedSplit, config: TrainConfig, ks: Sequence[int] | None = None
+) -> Evaluator | None:
+    """Return the evaluation after each epoch of a run; None if the run holds nothing out.
+
+    Args:
+        parts: as `open_parts`.
+        ks: cut-offs instead of the config's.
+    """
+    if parts.valid is None:
+        return None
+    return Evaluator(
+        parts.valid,
+        parts.train,
+        ranking=config.ranking,
+        ks=tuple(ks or config.cutoffs),
+        eval_negatives=config.eval_negatives,
+        eval_users=config.eval_users,
+        seed=config.seed,
+        rule=config.valid,
+    )
+
+
+def final_evaluator(
+    data: Dataset,
+    config: TrainConfig,
+    folder: Path,
+    *,
+    ranking: str | None = None,
+    ks: Sequence[int] | None = None,
+) -> Evaluator:
+    """Return the evaluation of a finished run.
+
+    It uses the test candidates if the data has them (sampled ranking), otherwise the test pairs (full ranking),
+    otherwise the run's own validation pairs (with `config.ranking`). Uses all users; with `config.stream`,
+    `config.eval_users` users, so that pairs of other users are never in memory.
+
+    Args:
+        folder: of the run.
+        ranking: ``"full"`` or ``"sampled"``, instead of the default for the data.
+        ks: cut-offs instead of the config's.
+
+    Raises:
+        ValueError: nothing is held out: no test file, and ``valid`` is none.
+    """
+    if ranking not in (None, "full", "sampled"):
+        raise ValueError(f"ranking must be full or sampled, got {ranking!r}")
+    make = partial(
+        Evaluator,
+        ks=tuple(ks or config.cutoffs),
+        eval_negatives=config.eval_negatives,
+        eval_users=(config.eval_users or data.num_users) if config.stream else 0,
+        seed=config.seed,
+    )
+    if data.candidates is not None and ranking != "full":
+        return make(
+            data.train.replace(data.candidates.users, data.candidates.positives),
+            data.train,
+            ranking="sampled",
+            candidates=data.candidates,
+            split="test candidates",
+            rule="given",
+        )
+    if data.test is not None or data.candidates is not None:
+        test = data.test
+        if test is None:
+            assert data.candidates is not None
+            test = data.train.replace(data.candidates.users, data.candidates.positives)
+        rule = "given" if data.split == "random" else data.split
+        return make(test, data.train, ranking=ranking or "full", split="test", rule=rule)
+    parts = open_parts(data, config, folder)
+    if parts.valid is None:
+        raise ValueError(
+            "nothing is held out to evaluate on: train with --valid random, or give a test file with --test"
+        )
+    return make(parts.valid, parts.train, ranking=ranking or config.ranking, rule=config.valid)
+
+
 def evaluate_run(
     run: Run,
     data: Dataset,
@@ -133,54 +208,14 @@ def evaluate_run(
     ks: Sequence[int] | None = None,
     on_event: Progress | None = None,
 ) -> EvalResult:
-    """Evaluate the commit at which a run is open (by a reader, at a snapshot, or by the writer).
-
-    Uses the test candidates if the data has them (sampled ranking), otherwise the test pairs (full ranking), otherwise
-    the run's own validation pairs (with `config.ranking`). Uses all users; with `config.stream`, `config.eval_users`
-    users, so that pairs of other users are never in memory.
+    """Evaluate the commit at which a run is open (by a reader, at a snapshot, or by the writer), as `final_evaluator`.
 
     Args:
         run: committed at least once.
-        ranking: ``"full"`` or ``"sampled"``, instead of the default for the data.
-        ks: cut-offs instead of the config's.
         on_event: called with the progress.
 
     Raises:
         ValueError: nothing is held out: no test file, and ``valid`` is none.
     """
-    if ranking not in (None, "full", "sampled"):
-        raise ValueError(f"ranking must be full or sampled, got {ranking!r}")
-    evaluate = partial(
-        Evaluator,
-        ks=tuple(ks or config.cutoffs),
-        eval_negatives=config.eval_negatives,
-        eval_users=(config.eval_users or data.num_users) if config.stream else 0,
-        seed=config.seed,
-    )
-    if data.candidates is not None and ranking != "full":
-        evaluator = evaluate(
-            data.train.replace(data.candidates.users, data.candidates.positives),
-            data.train,
-            ranking="sampled",
-            candidates=data.candidates,
-            split="test candidates",
-            rule="given",
-        )
-    elif data.test is not None or data.candidates is not None:
-        test = data.test
-        if test is None:
-            assert data.candidates is not None
-            test = data.train.replace(data.candidates.users, data.candidates.positives)
-        rule = "given" if data.split == "random" else data.split
-        evaluator = evaluate(test, data.train, ranking=ranking or "full", split="test", rule=rule)
-    else:
-        folder = run.path / STREAM_FOLDER
-        parts: Split | StreamedSplit = (
-            open_split(data.train, config, folder) if config.stream else split(data.train, config)
-        )
-        if parts.valid is None:
-            raise ValueError(
-                "nothing is held out to evaluate on: train with --valid random, or give a test file with --test"
-            )
-        evaluator = evaluate(parts.valid, parts.train, ranking=ranking or config.ranking, rule=config.valid)
+    evaluator = final_evaluator(data, config, run.path, ranking=ranking, ks=ks)
     return evaluator.evaluate(scorer_of_run(run, config), on_event)

@@ -21,6 +21,7 @@ from bunkbed.machine.rates import Machine, remembered
 from bunkbed.machine.read_paths import PATHS
 from bunkbed.machine.text import read_paths
 from bunkbed.table.table import Table
+from bunkbed.train.evaluate.results import Baseline, EvalResult, judged_by, load_baselines, load_test
 from bunkbed.train.output.plots import Metrics, read_metrics
 from bunkbed.train.report.ages import Ages, ages_of
 from bunkbed.train.report.hot_rows import MOST_ROWS, Curve, count_uses, curve
@@ -106,6 +107,8 @@ class Facts:
         disk: bytes on disk by purpose; see `_disk`.
         ages: of the tables that have rules by which rows come and go.
         reads: by which access paths the epochs of a run read their records, as text.
+        baselines: those that `bunkbed compare --baselines` stored, as long as they are judged as the run.
+        test: figures of the run on its test.
     """
 
     kind: Kind
@@ -124,19 +127,25 @@ class Facts:
     limit: Limit | None = None
     reads: str = ""
     curves: list[Curve] = field(default_factory=list)
+    baselines: list[Baseline] = field(default_factory=list)
+    test: EvalResult | None = None
     why: dict[str, str] = field(default_factory=dict)
 
     @property
     def progress(self) -> Json:
         """Progress in the meta of the reported commit; empty if `bunkbed train` did not make the commit."""
-        found = self.meta.get("progress")
-        if not isinstance(found, dict) or not isinstance(found.get("best"), dict):
-            return {}
-        return found if all(isinstance(found.get(name), int) for name in ("epoch", "global_step")) else {}
+        return _progress(self.meta)
 
     def option(self, name: str, default: Any = None) -> Any:
         """Return the value of an option of the run."""
         return next((one.value for one in self.options if one.name == name), default)
+
+
+def _progress(meta: Json) -> Json:
+    found = meta.get("progress")
+    if not isinstance(found, dict) or not isinstance(found.get("best"), dict):
+        return {}
+    return found if all(isinstance(found.get(name), int) for name in ("epoch", "global_step")) else {}
 
 
 def kind_of(place: Path) -> Kind:
@@ -226,6 +235,7 @@ def _of_run(place: Path, ram: float | str) -> Facts:
         why["metrics"] = "This run was not made by bunkbed train, which is what writes down how a training goes."
     else:
         why["metrics"] = "This run has no metrics.jsonl: nothing was reported yet."
+    progress = _progress(meta)
     curves, why["curves"] = _curves(place, tables)
     limit, why["limit"] = _limit(place, metrics)
     return Facts(
@@ -245,8 +255,18 @@ def _of_run(place: Path, ram: float | str) -> Facts:
         limit=limit,
         reads=_reads(metrics),
         curves=curves,
+        baselines=_baselines(place, (config or {}).get("train")),
+        test=load_test(place, step=progress["global_step"]) if progress else None,
         why=why,
     )
+
+
+def _baselines(place: Path, options: Json | None) -> list[Baseline]:
+    try:
+        config = TrainConfig.of_run(options or {})
+    except (ValueError, TypeError):
+        return []  # options of another release
+    return load_baselines(place, judged_by=judged_by(config), cutoffs=config.cutoffs)
 
 
 def _about(name: str, table: Table) -> AboutTable:

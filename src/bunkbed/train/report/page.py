@@ -9,6 +9,8 @@ from pathlib import Path
 from bunkbed.core.budget import format_bytes, parse_bytes
 from bunkbed.core.types import Json
 from bunkbed.machine.text import milliseconds, rates
+from bunkbed.train.evaluate.results import EvalResult
+from bunkbed.train.output.display import main_metrics
 from bunkbed.train.output.plots import Metrics
 from bunkbed.train.report import charts
 from bunkbed.train.report.ages import Ages, bars_of, in_words
@@ -59,6 +61,22 @@ class Figure:
     chart: Chart
 
 
+@dataclass(frozen=True)
+class _Judged:
+    """The run or a baseline: how it scores, its figures on the validation and on the test, and its color."""
+
+    name: str
+    about: str
+    best: Json
+    test: EvalResult | None
+    seconds: float
+    color: str
+
+    @property
+    def tested(self) -> Json:
+        return {} if self.test is None else self.test.metrics
+
+
 def render(facts: Facts, *, now: datetime | None = None) -> str:
     """Return the page of `facts` as HTML."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -83,6 +101,7 @@ def render(facts: Facts, *, now: datetime | None = None) -> str:
         about=_about(facts),
         cards=_run_cards(facts) if facts.kind == "run" else _table_cards(facts),
         learning=_learning(facts, metrics) if metrics is not None and shown else [],
+        baselines=_baselines(facts) if facts.baselines else None,
         epochs=_epochs(metrics) if metrics is not None else [],
         rows=_rows(metrics) if metrics is not None and shown else [],
         why_no_metrics=facts.why.get("metrics", "") or ("" if shown else "Nothing was reported yet."),
@@ -231,6 +250,40 @@ def _epochs(metrics: Metrics) -> list[Json]:
         }
         for entry in metrics.epochs
     ]
+
+
+def _baselines(facts: Facts) -> Json:
+    """Return the run and its baselines, the best first: bars of one metric, and the rows of a table."""
+    metric, metrics = str(facts.option("metric")), facts.metrics or Metrics()
+    seconds = sum(float(entry["seconds"]) for entry in metrics.epochs if _has(entry, "seconds"))
+    rows = [_Judged("this run", str(facts.option("model")), facts.progress.get("best", {}), facts.test, seconds, "a")]
+    rows += [_Judged(one.name, one.about, one.best, one.test, one.seconds, "muted") for one in facts.baselines]
+    # The run has figures on its test once it is done.
+    is_tested = all(row.test is not None for row in rows)
+    first = facts.baselines[0]
+    judged = first.test if is_tested or first.validation is None else first.validation
+    assert judged is not None  # nothing is stored without figures
+    names = main_metrics(judged.metrics, metric)
+
+    def value(row: _Judged) -> float:
+        return float((row.tested if is_tested else row.best).get(metric, -1.0))
+
+    def shown(figures: Json) -> str:
+        return ", ".join(f"{name} {figures[name]:.4f}" for name in names if _has(figures, name))
+
+    rows.sort(key=value, reverse=True)
+    longest = max(value(row) for row in rows)
+    return {
+        "text": f"{metric} on the {judged.split} ({judged.ranking}). The baselines are judged as the run.",
+        "bars": [
+            Bar(row.name, 100 * value(row) / (longest or 1.0), f"{value(row):.4f}", row.about, row.color)
+            for row in rows
+            if value(row) >= 0
+        ],
+        "rows": [
+            (row.name, shown(row.best), shown(row.tested), _seconds(row.seconds) if row.seconds else "") for row in rows
+        ],
+    }
 
 
 # ---- Tiers and limits
