@@ -71,9 +71,22 @@ TOWERS = TrainConfig(
     threads=1,
 )
 CCL = replace(SHARED, loss="ccl", hardness=0.0, margin=0.3)
-CONFIGS = pytest.mark.parametrize(
-    "config", [MF, GMF, SHARED, NEUMF, TOWERS, CCL], ids=["mf", "gmf", "shared", "neumf", "two-tower", "ccl"]
+SASREC = TrainConfig(
+    model="sasrec",
+    loss="softmax",
+    length=4,
+    dim=8,
+    batch_size=64,
+    epochs=3,
+    lr=0.03,
+    ram="16MiB",
+    negatives=40,
+    l2=0.001,
+    threads=1,
 )
+MODELS = {"mf": MF, "gmf": GMF, "shared": SHARED, "neumf": NEUMF, "two-tower": TOWERS, "ccl": CCL}
+CONFIGS = pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+CONFIGS_AND_SASREC = pytest.mark.parametrize("config", [*MODELS.values(), SASREC], ids=[*MODELS, "sasrec"])
 
 
 def dataset(seed=0, num_users=NUM_USERS, num_items=NUM_ITEMS):
@@ -171,7 +184,7 @@ def test_training_learns_the_planted_preferences(tmp_path, config):
     assert result.metrics["hr@10"] > 1.6 * 10 / 81
 
 
-@CONFIGS
+@CONFIGS_AND_SASREC
 @pytest.mark.parametrize("stop_after", [1, 5, "epoch", "epoch + 3"])
 def test_an_interrupted_run_ends_with_the_bits_of_an_uninterrupted_one(tmp_path, config, stop_after):
     whole, outcome = train(tmp_path / "whole", config)

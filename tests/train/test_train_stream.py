@@ -241,6 +241,30 @@ def test_split_seen_items_and_order_have_the_bits_of_memory(tmp_path, source, mo
     assert {path.name for path in (tmp_path / "stream").glob("epoch-*")} == {"epoch-1"}
 
 
+@pytest.mark.parametrize("valid", ["last", "none", "time:0.7"])
+def test_sequences_on_disk_are_those_in_memory(tmp_path, source, valid):
+    config = TrainConfig(model="sasrec", loss="softmax", length=3, valid=valid, seed=3, stream=True, eval_users=9)
+    expected = split(read_dataset(source).train, config)
+    stored = open_split(prepared(tmp_path / "data", source).train, config, tmp_path / "stream")
+    memory, disk = expected.sequences(config), stored.sequences(config)
+    assert memory.num_windows == disk.num_windows > 100
+    assert memory.num_predictions == disk.num_predictions > memory.num_windows
+    windows = np.random.default_rng(0).permutation(memory.num_windows)
+    for share in (0.0, 0.4, 0.99):
+        left, right = memory.cut(windows, 3, share), disk.cut(windows, 3, share)
+        for one, other in zip(left, right, strict=True):
+            np.testing.assert_array_equal(one, other)
+        items = disk.items(*right[1:])
+        assert items.dtype == np.int64
+        np.testing.assert_array_equal(memory.items(*left[1:]), items)
+    # Files of another length, or without sequences, are of another split; those with sequences do for other models.
+    assert open_split(expected.train, replace(config, length=4, valid="none"), tmp_path / "stream").sequences(config)
+    plain = replace(config, model="mf", loss="bpr", length=None, share_negatives=False, valid="none")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "stream").iterdir()}
+    open_split(expected.train, plain, tmp_path / "stream")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "stream").iterdir()} == before
+
+
 def test_files_of_another_split_are_made_again_and_damage_is_told(tmp_path, source):
     data = read_dataset(source).train
     config = TrainConfig(stream=True, eval_users=9)
@@ -295,6 +319,7 @@ MF = TrainConfig(dim=8, batch_size=64, epochs=2, lr=0.02, ram="256MiB", negative
 TOWERS = replace(
     MF, model="two-tower", loss="softmax", sampling="popularity", share_negatives=True, negatives=40, bias=True
 )
+SASREC = replace(MF, model="sasrec", loss="softmax", negatives=20, length=4, valid="last", l2=0.001, eval_users=10**6)
 
 
 def trained(path, config, data, stop_after=None):
@@ -324,8 +349,9 @@ def trained(path, config, data, stop_after=None):
         replace(MF, valid="0.3"),
         replace(MF, ranking="sampled", eval_negatives=20, eval_users=10**6, valid="0.2"),
         TOWERS,
+        SASREC,
     ],
-    ids=["mf", "sampled", "two-tower"],
+    ids=["mf", "sampled", "two-tower", "sasrec"],
 )
 def test_training_from_disk_has_the_bits_of_memory(tmp_path, monkeypatch, source, config):
     streamed = replace(config, stream=True)

@@ -89,7 +89,7 @@ def _changes(
     """Yield options, and the config with these."""
     if not is_new:  # the other options of a run may not change
         return
-    if config.blocks is None:
+    if config.blocks is None and not config.is_sequential:
         yield "--order blocks", decided(replace(config, order="blocks", batch_size=None), tables, processes)
     if not config.share_negatives and config.sampling == "uniform":
         least = min(_SHARED, (tables["item"].num_rows or 0) // (2 * (config.blocks or (1, 1))[1]))

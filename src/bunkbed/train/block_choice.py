@@ -33,6 +33,8 @@ def decided(config: TrainConfig, tables: Mapping[str, Table], processes: int = 1
 def _order(config: TrainConfig, tables: Mapping[str, Table], processes: int) -> str:
     if config.is_order_decided:
         return config.order
+    if config.is_sequential:  # a sequence has items of every block
+        return "uniform"
     frames = {name: processes * int(table.stats()["frame_capacity"]) for name, table in tables.items()}
     rows = {name: int(table.num_rows or 0) for name, table in tables.items()}
     if config.order == "auto" and all(frames[name] >= rows[name] for name in rows):

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 import bunkbed as bb
+from bunkbed.core.types import Json
 from bunkbed.errors import BunkbedError
 from bunkbed.machine import remembered
 from bunkbed.torch import Optimizer, lookahead
@@ -38,9 +39,12 @@ from bunkbed.train.counters import Counters
 from bunkbed.train.data.blocks import pair_blocks
 from bunkbed.train.data.interactions import Dataset
 from bunkbed.train.data.sampling import Batch, BatchesAhead, BatchSource
+from bunkbed.train.data.sequences import SequenceSource
+from bunkbed.train.data.splits import Split
+from bunkbed.train.data.stream import StreamedSplit
 from bunkbed.train.evaluate.evaluator import open_parts, validation_evaluator
 from bunkbed.train.models.dense import DENSE_FILE, dense_bytes, dense_state
-from bunkbed.train.models.recommender import Recommender, create_tables
+from bunkbed.train.models.recommender import create_tables, make_model
 from bunkbed.train.output.events import Advice, EpochReport, EvalReport, Event, Outcome, StepReport
 from bunkbed.train.output.progress import MetricsLog, Progress
 from bunkbed.train.processes.team import Team
@@ -95,6 +99,8 @@ class Trainer:
         if run.epoch:
             self._progress, config = Progress.from_meta(run.meta, config)
         self.team = team = Team.of(run)
+        if config.is_sequential:
+            _check_sequential(data, team)
         sizes = {"pairs": len(data.train), "users": data.num_users, "items": data.num_items}
         team.require_same("Trainer", **config.to_dict(), **sizes)
         tables = create_tables(run, config, data.num_users, data.num_items)
@@ -103,25 +109,12 @@ class Trainer:
         self.config = config = TrainConfig.from_dict(found)
         self.run = run
         parts = open_parts(data, config, run.path)
-        train = parts.train
         self._order = parts.order(config)
-        self._num_pairs = len(train)
         self._num_users, self._num_items = data.num_users, data.num_items
-        self._source = BatchSource(
-            train,
-            batch_size=config.step_pairs,
-            negatives=config.negatives,
-            shared=config.share_negatives,
-            popular=config.sampling == "popularity",
-            log_q=config.loss == "softmax",
-            seed=config.seed,
-            seen=parts.seen() if config.reject_seen else None,
-            order=self._order,
-            blocks=pair_blocks(config, train),
-            team=team,
-        )
+        self._source = self._batch_source(parts, config)
+        self._num_pairs = self._source.num_pairs
         self._evaluator = validation_evaluator(parts, config)
-        self.model = Recommender(config, tables)
+        self.model = make_model(config, tables)
         dense = self.model.dense_parameters()
         #: The model whose call returns the loss; its backward joins the gradients of all processes.
         self._module: nn.Module = self.model
@@ -142,6 +135,26 @@ class Trainer:
         self.step_seconds = 0.0
         #: Positive pairs of those steps.
         self.pairs_done = 0
+
+    def _batch_source(self, parts: Split | StreamedSplit, config: TrainConfig) -> BatchSource:
+        given: Json = {
+            "batch_size": config.step_pairs,
+            "negatives": config.negatives,
+            "popular": config.sampling == "popularity",
+            "seed": config.seed,
+            "seen": parts.seen() if config.reject_seen else None,
+        }
+        if config.is_sequential:
+            return SequenceSource(parts.train, parts.sequences(config), length=config.length_or_default, **given)
+        return BatchSource(
+            parts.train,
+            shared=config.share_negatives,
+            log_q=config.loss == "softmax",
+            order=self._order,
+            blocks=pair_blocks(config, parts.train),
+            team=self.team,
+            **given,
+        )
 
     @property
     def epoch(self) -> int:
@@ -254,6 +267,14 @@ class Trainer:
             pending, self._pending = self._pending, None
             pending.wait()
             self._owes_commit = False
+
+
+def _check_sequential(data: Dataset, team: Team) -> None:
+    """Raise ValueError for what a model of sequences cannot train with."""
+    if team.world > 1:
+        raise ValueError("option model=sasrec trains in one process; start it without torchrun")
+    if data.train.is_weighted:
+        raise ValueError("option model=sasrec has no weights of pairs; select pairs by their rating with --min-rating")
 
 
 class _Session:
@@ -395,15 +416,10 @@ class _Session:
 
         def pairs() -> Iterator[tuple[Batch, tuple[torch.Tensor | None, ...]]]:
             for batch in self._source.batches(epoch, first):
-                parts = batch.users, batch.items, batch.seen, batch.log_q, batch.pair_weights
-                yield batch, tuple(None if part is None else torch.from_numpy(part) for part in parts)
+                yield batch, tuple(None if part is None else torch.from_numpy(part) for part in batch.parts)
 
         def ids(batch: tuple[Batch, tuple[Any, ...]]) -> dict[Any, torch.Tensor]:
-            users, items, *_ = batch[1]
-            wanted = {model.user: users, model.item: items}
-            if model.item_bias is not None:
-                wanted[model.item_bias] = items
-            return wanted
+            return model.wanted(batch[1])
 
         return iter(lookahead(pairs(), model, ids=ids, depth=self._config.lookahead, window=self._config.window))
 
@@ -418,7 +434,7 @@ class _Session:
             if self._team.any("an evaluation", lambda: self._trainer._stop_requested):
                 raise _Interrupted
 
-        scorer = self._trainer.model.scorer()
+        scorer = self._trainer.model.scorer(evaluator.known)
         threads = torch.get_num_threads()
         torch.set_num_threads(self._config.threads or bb.get_num_threads())  # nothing else runs during an evaluation
         try:

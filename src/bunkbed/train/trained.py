@@ -170,8 +170,10 @@ class Recommender:
             return Best(users, np.empty((0, k), np.int64), np.empty((0, k), np.float32))
         distinct, places = np.unique(users, return_inverse=True)
         if len(distinct) == 1 and items is None:  # without a pass over the training pairs
-            exclude = None if include_seen else self._seen_by(int(distinct[0]))
-            found = recommend(self.run, self._config, int(distinct[0]), k, exclude, touch=self._keeps_items)
+            user, touch = int(distinct[0]), self._keeps_items
+            history = self._seen_by(user) if self._config.is_sequential else None
+            exclude = None if include_seen else self._seen_by(user)
+            found = recommend(self.run, self._config, user, k, exclude, history=history, touch=touch)
             groups = [Best(distinct, found[0][None], found[1][None])]
         else:
             groups = list(self._best(distinct, k, include_seen, items, None))
@@ -199,7 +201,8 @@ class Recommender:
         Args:
             users: ``int64[N]`` distinct dense indices (`read_labels`), in whose order the rows come; None: all.
             histories: pairs of users that the run has not seen (`read_histories`): recommend to these, with rows that
-                are trained for them alone (`bunkbed.train.evaluate.new_users`). Instead of `users`.
+                are trained for them alone (`bunkbed.train.evaluate.new_users`); a model of sequences trains nothing, it
+                reads the pairs of a user in their order. Instead of `users`.
             items: ``int64[M]`` distinct dense indices; recommend only these. None: all.
             on_progress: called with the finished share of the work.
 
@@ -286,14 +289,15 @@ class Recommender:
     ) -> Iterator[Best]:
         if k < 1:
             raise ValueError(f"k must be at least 1, got {k}")
-        known: list[Interactions] = [*open_known_pairs(self._data)]
-        if histories is None:
-            scorer = scorer_of_run(self.run, self._config, touch=self._keeps_items)
+        known: list[Interactions] = [histories] if histories is not None else [*open_known_pairs(self._data)]
+        of_users = known_pairs(*known)
+        if histories is None or self._config.is_sequential:
+            scorer = scorer_of_run(self.run, self._config, known=of_users, touch=self._keeps_items)
         else:
-            trained = known[0]
+            trained: Interactions = open_known_pairs(self._data)[0]
             if self._config.sampling == "popularity":
                 trained = trained.replace(trained.users, trained.items)  # in memory, to draw from
-            known, scorer = [histories], scorer_of_new_users(self.run, self._config, histories, trained)
+            scorer = scorer_of_new_users(self.run, self._config, histories, trained)
         num_items = self.run.table("item").num_rows
         assert num_items is not None
         return best_items(
@@ -302,7 +306,7 @@ class Recommender:
             k,
             num_users=known[0].num_users,
             num_items=num_items,
-            known=None if include_seen else known_pairs(*known),
+            known=None if include_seen else of_users,
             items=items,
             on_progress=on_progress,
         )

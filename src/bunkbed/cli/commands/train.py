@@ -120,6 +120,8 @@ def train(
     given = given_options(context)
     if time_col is not None and test is None and test_negatives is None and "split" not in given:
         options["split"] = "last"
+    if options["model"] == "sasrec" and "loss" not in given:
+        options["loss"] = "softmax"
     new_config = _checked(options) if resume is None else None
     resumed = _resumed_config(resume, options, given) if resume is not None else None
     need("torch", "pyarrow", "duckdb", "matplotlib", command="train")

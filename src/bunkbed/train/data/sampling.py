@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +33,7 @@ __all__ = [
     "SeenPairs",
     "first_of_order",
     "order_keys",
+    "philox",
     "random_order",
     "sample_unseen",
 ]
@@ -49,6 +50,7 @@ STREAM_ORDER = 1
 STREAM_NEGATIVES = 2
 STREAM_SPLIT = 3
 STREAM_EVAL = 4
+STREAM_WINDOWS = 5
 
 # Tries before the user's unseen items are listed, which takes time in proportion to all items. A user with half of
 # the items needs the list once in 65,536 negatives.
@@ -58,7 +60,8 @@ _MAX_TRIES = 16
 _CHUNK = 1 << 20
 
 
-def _philox(seed: int, stream: int, epoch: int, step: int) -> np.random.Philox:
+def philox(seed: int, stream: int, epoch: int, step: int) -> np.random.Philox:
+    """Return the generator of one stream for a step of an epoch."""
     # The generator counts in the low words: 2^64 blocks for each (epoch, step).
     return np.random.Philox(key=[seed, stream], counter=[0, 0, step, epoch])
 
@@ -77,14 +80,14 @@ def _below(bits: npt.NDArray[np.uint64], count: int, bound: int) -> Int64Array:
 
 def random_order(seed: int, stream: int, epoch: int, count: int) -> Int64Array:
     """Return a permutation of ``range(count)``: ``int64[count]``, a pure function of the arguments."""
-    keys = np.asarray(_philox(seed, stream, epoch, 0).random_raw(count), dtype=np.uint64)
+    keys = np.asarray(philox(seed, stream, epoch, 0).random_raw(count), dtype=np.uint64)
     return _stable_order(keys)
 
 
 def order_keys(seed: int, stream: int, epoch: int) -> Callable[[int], npt.NDArray[np.uint64]]:
     """Return a function that returns the next `n` sort keys of `random_order` (equal keys keep their order)."""
-    philox = _philox(seed, stream, epoch, 0)
-    return lambda count: np.asarray(philox.random_raw(count), dtype=np.uint64)
+    random = philox(seed, stream, epoch, 0)
+    return lambda count: np.asarray(random.random_raw(count), dtype=np.uint64)
 
 
 def first_of_order(seed: int, stream: int, epoch: int, count: int, first: int) -> Int64Array:
@@ -192,6 +195,11 @@ class Batch:
     step_pairs: int = 0
     weight: float = 1.0
     pair_weights: Float32Array | None = None
+
+    @property
+    def parts(self) -> Sequence[npt.NDArray[np.generic] | None]:
+        """The arrays that the model takes, in the order of its arguments."""
+        return self.users, self.items, self.seen, self.log_q, self.pair_weights
 
 
 class PairOrder(Protocol):
@@ -375,6 +383,11 @@ class BatchSource:
         self._block: tuple[tuple[int, int], _Items] | None = None
         self._cuts: dict[int, tuple[Int64Array, Int64Array]] = {}
 
+    @property
+    def num_pairs(self) -> int:
+        """Positive pairs of an epoch."""
+        return len(self._pairs)
+
     def steps(self, epoch: int) -> int:
         """Return the steps of an epoch, in which every pair is a positive once.
 
@@ -390,7 +403,7 @@ class BatchSource:
         users, positives, weights = self._order.pairs(
             epoch, first, min(first + self._batch_size, int(starts[block + 1]))
         )
-        random = _philox(self._seed, STREAM_NEGATIVES, epoch, step)
+        random = philox(self._seed, STREAM_NEGATIVES, epoch, step)
         pool = self._items_of(epoch, block)
         total = len(users)
         first, last = self._team.share(total)
@@ -501,7 +514,7 @@ def sample_unseen(seed: int, stream: int, owners: Int64Array, num_items: int, se
 
     Uniform over the user's unseen items; any item for a user with all items.
     """
-    return _sample_items(_philox(seed, stream, 0, 0), owners, partial(_draw, bound=num_items), seen)
+    return _sample_items(philox(seed, stream, 0, 0), owners, partial(_draw, bound=num_items), seen)
 
 
 def _draw(random: np.random.Philox, count: int, bound: int) -> Int64Array:

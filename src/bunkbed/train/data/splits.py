@@ -18,6 +18,7 @@ import numpy.typing as npt
 from bunkbed.train.data.blocks import pair_blocks
 from bunkbed.train.data.interactions import Interactions
 from bunkbed.train.data.sampling import STREAM_SPLIT, OrderInMemory, SeenPairs, order_keys
+from bunkbed.train.data.sequences import Sequences
 from bunkbed.train.data.sort import Sorter
 from bunkbed.train.data.vocab import Int64Array
 from bunkbed.train.settings.config import TrainConfig, num_first
@@ -46,6 +47,10 @@ class Split:
     def order(self, config: TrainConfig) -> OrderInMemory:
         """Return the training pairs in each epoch's order."""
         return OrderInMemory(self.train, config.seed, pair_blocks(config, self.train))
+
+    def sequences(self, config: TrainConfig) -> Sequences:
+        """Return the training pairs of each user in their order."""
+        return Sequences.of(self.train, config.length_or_default)
 
 
 def split(interactions: Interactions, config: TrainConfig) -> Split:

@@ -5,6 +5,7 @@ For N pairs of U users, these replace the structures in memory as follows:
 1. *The split* is the sort of `bunkbed.train.data.splits.pairs_by_user`; its sides are files.
 2. *Seen items* are a hash of all pairs in memory (12 N bytes). Here the same sort writes one file of items, user by
    user, and one file with the start of each user. A batch reads the items of its users into the same native set.
+   For a model of sequences the same sort also writes the items user by user in the order of their pairs.
 3. *The order of an epoch* (in memory 8 N bytes, and random access to 16 N bytes of pairs) is here a sort by
    (block, key, place) into one file per epoch, which batches read sequentially. The thread that makes batches writes
    the file when the epoch's first batch is requested.
@@ -29,7 +30,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,7 @@ from bunkbed.train.data.sampling import (
     first_of_order,
     order_keys,
 )
+from bunkbed.train.data.sequences import Sequences, num_windows
 from bunkbed.train.data.sort import Sorter
 from bunkbed.train.data.splits import keyed, number_type, pair_schema, pairs_by_user, refuse_nothing_held
 from bunkbed.train.data.vocab import DataError, Int64Array
@@ -61,6 +63,7 @@ __all__ = [
     "STREAM_FOLDER",
     "StoredOrder",
     "StoredSeenPairs",
+    "StoredSequences",
     "StreamedSplit",
     "draw_users",
     "open_split",
@@ -90,6 +93,7 @@ class StreamedSplit:
 
     def __init__(self, pairs: Interactions, folder: Path, about: Json) -> None:
         self.folder = folder
+        self._about = about
         self._num_users, self._num_items = pairs.num_users, pairs.num_items
         kinds = number_type(pairs.num_users), number_type(pairs.num_items)
 
@@ -113,6 +117,11 @@ class StreamedSplit:
         """Return the training pairs in each epoch's order."""
         return StoredOrder(self.train, self.folder, config)
 
+    def sequences(self, config: TrainConfig) -> StoredSequences:
+        """Return the training pairs of each user in their order."""
+        kind = number_type(self._num_items)
+        return StoredSequences(self.folder, self._num_users, kind, len(self.train), self._about["predictions"])
+
 
 def open_split(pairs: Interactions, config: TrainConfig, folder: Path) -> StreamedSplit:
     """Open the split of `config` in `folder`; make it if it does not exist.
@@ -131,6 +140,8 @@ def open_split(pairs: Interactions, config: TrainConfig, folder: Path) -> Stream
         "num_items": pairs.num_items,
         "sums": sums_of(pairs),
     }
+    if config.is_sequential:
+        wanted["length"] = config.length_or_default
     require_real(folder)
     about = _whole(folder, wanted)
     if about is None:
@@ -187,31 +198,45 @@ class _Making:
         refuse_nothing_held(self._pairs, self._config, counts["valid"])
         del is_held
         (self._folder / "held").unlink()
+        if self._config.is_sequential:
+            counts["predictions"] = self._windows()
         return counts
 
     def _sort(self) -> npt.NDArray[np.bool_]:
         """Write the seen items of every user; return which pairs are held out, mapped from a file."""
         pairs = self._pairs
+        sequential = self._config.is_sequential
         is_held = np.memmap(self._folder / "held", np.bool_, "w+", shape=(max(len(pairs), 1),))
         starts = np.memmap(self._folder / "seen.starts", np.int64, "w+", shape=(pairs.num_users + 1,))
         with (
             Sorter(self._folder / "sorting", self._config.data_ram_bytes) as sorter,
             (self._folder / "seen.items").open("wb") as file,
+            (self._folder / "sequences.items").open("wb") if sequential else nullcontext() as in_order,
         ):
             for users, items, places, held in pairs_by_user(pairs, self._config, sorter):
                 is_held[places[held]] = True
                 users, items = users[~held], items[~held]
                 items[np.lexsort((items, users))].astype(self._kinds[1]).tofile(file)
+                if in_order is not None:
+                    places = places[~held]
+                    items[np.lexsort((places, users))].astype(self._kinds[1]).tofile(in_order)
                 known, counts = np.unique(users, return_counts=True)
                 starts[known + 1] = counts
-        total = 0
-        for first in range(0, len(starts), _CHUNK):
-            part = starts[first : first + _CHUNK]
-            np.cumsum(part, out=part)
-            part += total
-            total = int(part[-1])
-        starts.flush()
+        _add_up(starts)
         return is_held
+
+    def _windows(self) -> int:
+        """Write the number of each user's first window; return the number of predictions."""
+        count = self._pairs.num_users
+        starts = _mapped(self._folder / "seen.starts", np.dtype(np.int64), count + 1)
+        windows = np.memmap(self._folder / "sequences.windows", np.int64, "w+", shape=(count + 1,))
+        predictions = 0
+        for first in range(0, count, _CHUNK):
+            counts = np.diff(starts[first : first + _CHUNK + 1])
+            windows[first + 1 : first + 1 + len(counts)] = num_windows(counts, self._config.length_or_default)
+            predictions += int(np.maximum(counts - 1, 0).sum())
+        _add_up(windows)
+        return predictions
 
     def _part(self, is_held: npt.NDArray[np.bool_]) -> dict[str, int]:
         """Write both sides of the split in file order; return the number of pairs of each."""
@@ -274,6 +299,22 @@ class StoredSeenPairs(SeenPairs):
         """As `SeenPairs.items_of`."""
         first, last = self._starts.values[user : user + 2]
         return self._items.values[first:last].astype(np.int64)
+
+
+class StoredSequences(Sequences):
+    """`Sequences` in files. Not thread-safe; owns the mappings."""
+
+    def __init__(self, folder: Path, num_users: int, kind: np.dtype[Any], num_pairs: int, num_predictions: int) -> None:
+        self._starts_on_disk = _Scattered(folder / "seen.starts", np.dtype(np.int64), num_users + 1)
+        self._items_on_disk = _Scattered(folder / "sequences.items", kind, num_pairs)
+        windows = _mapped(folder / "sequences.windows", np.dtype(np.int64), num_users + 1)
+        super().__init__(self._starts_on_disk.values, self._items_on_disk.values, windows, num_predictions)
+
+    def _want_starts(self, users: Int64Array) -> None:
+        self._starts_on_disk.want(users, users + 2)
+
+    def _want_items(self, first: Int64Array, last: Int64Array) -> None:
+        self._items_on_disk.want(first, last)
 
 
 class StoredOrder:
@@ -368,6 +409,17 @@ class StoredOrder:
         with _alone(self._folder):
             for path in self._folder.glob("epoch-*"):
                 path.unlink()
+
+
+def _add_up(counts: np.memmap) -> None:
+    """Replace the numbers of a mapped file by their running sums, part by part."""
+    total = 0
+    for first in range(0, len(counts), _CHUNK):
+        part = counts[first : first + _CHUNK]
+        np.cumsum(part, out=part)
+        part += total
+        total = int(part[-1])
+    counts.flush()
 
 
 def draw_users(pairs: Interactions, count: int, seed: int) -> tuple[npt.NDArray[np.bool_], int]:

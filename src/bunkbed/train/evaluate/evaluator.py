@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,12 +11,13 @@ import numpy as np
 
 from bunkbed.train.data.interactions import Candidates, Dataset, Interactions
 from bunkbed.train.data.sampling import STREAM_EVAL, SeenPairs, sample_unseen
+from bunkbed.train.data.sequences import sorted_pairs
 from bunkbed.train.data.splits import Split, split
 from bunkbed.train.data.stream import STREAM_FOLDER, StreamedSplit, draw_users, open_split, pairs_of
 from bunkbed.train.evaluate.metrics import ranking_metrics
 from bunkbed.train.evaluate.ranking import Progress, full_ranks, sampled_ranks
 from bunkbed.train.evaluate.results import EvalResult
-from bunkbed.train.models.scorer import Scorer, scorer_of_run
+from bunkbed.train.models.scorer import Int64Array, Known, Scorer, scorer_of_run
 from bunkbed.train.processes.team import ALONE, Team
 from bunkbed.train.settings.config import TrainConfig
 
@@ -101,6 +102,14 @@ class Evaluator:
         if self._candidates is None:
             return f"full ranking of {self._targets.num_items:,} items, less those trained on; {users}"
         return f"sampled ranking: {self._candidates.negatives.shape[1]} negatives for each held-out item; {users}"
+
+    def known(self, users: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the pairs of ascending users by which a model of sequences ranks: those excluded, in their order."""
+        return self._sorted(users)
+
+    @cached_property
+    def _sorted(self) -> Known:
+        return sorted_pairs(self._known)
 
     @property
     def samples_users(self) -> bool:
@@ -218,4 +227,4 @@ def evaluate_run(
         ValueError: nothing is held out: no test file, and ``valid`` is none.
     """
     evaluator = final_evaluator(data, config, run.path, ranking=ranking, ks=ks)
-    return evaluator.evaluate(scorer_of_run(run, config), on_event)
+    return evaluator.evaluate(scorer_of_run(run, config, known=evaluator.known), on_event)

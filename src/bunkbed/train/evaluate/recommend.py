@@ -13,16 +13,13 @@ from bunkbed.train.data.interactions import Interactions
 from bunkbed.train.data.stream import pairs_of
 from bunkbed.train.evaluate import score_blocks
 from bunkbed.train.evaluate.score_blocks import HiddenScores, ScoreBlocks, one_torch_thread, places_of
-from bunkbed.train.models.scorer import Float32Array, Int64Array, Scorer, scorer_of_run
+from bunkbed.train.models.scorer import Float32Array, Int64Array, Known, Scorer, scorer_of_run
 from bunkbed.train.settings.config import TrainConfig
 
 if TYPE_CHECKING:
     from bunkbed.run.run import Run
 
 __all__ = ["Best", "best_items", "known_pairs", "recommend"]
-
-#: The pairs of ``int64[N]`` ascending users: ``int64[P]`` users and items.
-Known = Callable[[Int64Array], tuple[Int64Array, Int64Array]]
 
 
 class Best(NamedTuple):
@@ -129,6 +126,7 @@ def recommend(
     k: int,
     exclude: Int64Array | None = None,
     *,
+    history: Int64Array | None = None,
     touch: bool = False,
 ) -> tuple[Int64Array, Float32Array]:
     """Return the `k` items with the highest scores for a user, best first; equal scores by smaller index.
@@ -140,6 +138,7 @@ def recommend(
         user_index: dense index of the user.
         k: at least 1; the result is shorter if fewer items remain.
         exclude: ``int64[M]`` items not to recommend, such as items that the user has.
+        history: ``int64[M]`` items of the user in their order, for a model of sequences.
         touch: see `Scorer`.
 
     Returns:
@@ -151,13 +150,15 @@ def recommend(
     """
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
-    num_users, num_items = run.table("user").num_rows, run.table("item").num_rows
-    assert num_users is not None and num_items is not None  # a trainer's tables have a fixed number of rows
+    num_items = run.table("item").num_rows
+    assert num_items is not None  # a trainer's tables have a fixed number of rows
     hidden = np.unique(np.asarray([] if exclude is None else exclude, dtype=np.int64))
-    scorer = scorer_of_run(run, config, touch=touch)
+    past = np.asarray([] if history is None else history, dtype=np.int64)
+    of_past = (np.full(len(past), user_index, dtype=np.int64), past)
+    scorer = scorer_of_run(run, config, known=lambda _: of_past, touch=touch)
     user = np.array([user_index], dtype=np.int64)
     scorer.queries(user)  # raises where there is no such user
     own = (np.full(len(hidden), user_index, dtype=np.int64), hidden)
-    best = next(best_items(scorer, user, k, num_users=num_users, num_items=num_items, known=lambda _: own))
+    best = next(best_items(scorer, user, k, num_users=user_index + 1, num_items=num_items, known=lambda _: own))
     found = best.items[0] >= 0
     return best.items[0, found], best.scores[0, found]

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from bunkbed.train.models import plain_losses
 from bunkbed.train.models.cosine import cosine_contrastive_loss, units
+from bunkbed.train.models.encoder import Encoder
 from bunkbed.train.models.losses import aligned, pair_loss, shared_loss
 from bunkbed.train.settings.config import TrainConfig
 
-__all__ = ["CosineHead", "DotHead", "Head", "NeuMFHead", "TwoTowerHead", "make_head"]
+__all__ = ["CosineHead", "DotHead", "Head", "NeuMFHead", "SequenceHead", "TwoTowerHead", "make_head"]
 
 # Hidden numbers in memory at once in each thread that scores every user with every item.
 _BLOCK_HIDDEN = 1 << 20
@@ -167,6 +168,18 @@ class TwoTowerHead(DotHead):
         return loss + 0.5 * l2 * plain_losses.mean_squares(users, items) if l2 else loss
 
 
+class SequenceHead(DotHead):
+    """Head with score = ``<output of the encoder, item>``: the user part is an output, not a row.
+
+    Args:
+        encoder: of the users' items.
+    """
+
+    def __init__(self, encoder: Encoder) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+
 class NeuMFHead(Head):
     """Head with score = ``sum(weight * user * item) + perceptron(user', item')`` (He et al. 2017, without its sigmoid,
     which keeps every ranking). A row has both parts, ``[user, user']``: one lookup and one read instead of two.
@@ -266,6 +279,10 @@ def make_head(config: TrainConfig) -> Head:
             return TwoTowerHead(config.dim, config.layer_widths)
         if config.model == "neumf":
             return NeuMFHead(config.dim, config.layer_widths)
+        if config.is_sequential:
+            return SequenceHead(
+                Encoder(config.dim, config.length_or_default, config.dropout_or_default, config.init_std)
+            )
         if config.loss == "ccl":
             return CosineHead(config.margin_or_default, config.negative_weight_or_default)
         return DotHead(torch.ones(config.dim) if config.model == "gmf" else None)

@@ -16,18 +16,24 @@ from bunkbed.core.budget import Budget
 from bunkbed.core.init import Normal, Zeros
 from bunkbed.core.types import Json
 from bunkbed.torch import Embedding
-from bunkbed.train.models.heads import make_head
-from bunkbed.train.models.scorer import Scorer
+from bunkbed.train.models.heads import SequenceHead, make_head
+from bunkbed.train.models.plain_losses import mean_squares
+from bunkbed.train.models.scorer import EncodedUsers, Known, Scorer
 from bunkbed.train.settings.config import TrainConfig
 
 if TYPE_CHECKING:
     from bunkbed.run.run import Run
 
-__all__ = ["Recommender", "create_tables"]
+__all__ = ["Recommender", "SequenceRecommender", "create_tables", "make_model"]
+
+#: The tables that `create_tables` returns, by name.
+Tables = Mapping[str, Any]
 
 
 def create_tables(run: Run, config: TrainConfig, num_users: int, num_items: int) -> Json:
     """Create or open the tables of a run: ``user``, ``item`` and, with a bias, ``item_bias``.
+
+    A model of sequences has no ``user``.
 
     Raises:
         ValueError: the run holds tables of another shape.
@@ -46,10 +52,10 @@ def create_tables(run: Run, config: TrainConfig, num_users: int, num_items: int)
 
     # The seeds differ; otherwise user n and item n would start with the same row.
     init = Normal(std=config.init_std)
-    tables = {
-        "user": table("user", num_users, config.row_dim, init, 2 * config.seed),
-        "item": table("item", num_items, config.row_dim, init, 2 * config.seed + 1),
-    }
+    tables = {}
+    if not config.is_sequential:
+        tables["user"] = table("user", num_users, config.row_dim, init, 2 * config.seed)
+    tables["item"] = table("item", num_items, config.row_dim, init, 2 * config.seed + 1)
     if config.bias:
         tables["item_bias"] = table("item_bias", num_items, 1, Zeros(), config.seed)
     return tables
@@ -75,6 +81,22 @@ def torch_device(name: str) -> torch.device:
     return device
 
 
+def make_model(config: TrainConfig, tables: Tables) -> Recommender | SequenceRecommender:
+    """Return the model of a config over the tables that `create_tables` returns."""
+    return (SequenceRecommender if config.is_sequential else Recommender)(config, tables)
+
+
+def _layers(config: TrainConfig, tables: Tables, device: torch.device) -> dict[str, Embedding]:
+    """Return a layer over each table."""
+    cache: int | Budget | None = None
+    if config.device_cache is not None:  # one budget, which the tables share
+        cache = Budget(config.device_cache) if config.device_cache_bytes else 0
+    return {
+        name: Embedding(table.num_rows, table.dim, table=table, device=device, device_cache=cache)
+        for name, table in tables.items()
+    }
+
+
 class Recommender(nn.Module):  # type: ignore[misc]  # torch is untyped here
     """Model that computes the losses of batches of users and items.
 
@@ -84,21 +106,12 @@ class Recommender(nn.Module):  # type: ignore[misc]  # torch is untyped here
         tables: the tables that `create_tables` returns.
     """
 
-    def __init__(self, config: TrainConfig, tables: Mapping[str, Any]) -> None:
+    def __init__(self, config: TrainConfig, tables: Tables) -> None:
         super().__init__()
-
         device = torch_device(config.device)
-        cache: int | Budget | None = None
-        if config.device_cache is not None:  # one budget, which the tables share
-            cache = Budget(config.device_cache) if config.device_cache_bytes else 0
-
-        def layer(name: str) -> Embedding:
-            table = tables[name]
-            return Embedding(table.num_rows, table.dim, table=table, device=device, device_cache=cache)
-
-        self.user = layer("user")
-        self.item = layer("item")
-        self.item_bias = layer("item_bias") if config.bias else None
+        layers = _layers(config, tables, device)
+        self.user, self.item = layers["user"], layers["item"]
+        self.item_bias = layers.get("item_bias")
         self.head = make_head(config).to(device)
         self._options: Json = {"kind": config.loss, "l2": config.l2, "hardness": config.hardness}
 
@@ -118,7 +131,15 @@ class Recommender(nn.Module):  # type: ignore[misc]  # torch is untyped here
         given: Json = {"seen": seen, "bias": bias, "pair_weights": pair_weights}
         return self.head.loss(self.user(users), self.item(items), **given, **self._options)
 
-    def scorer(self) -> Scorer:
+    def wanted(self, parts: tuple[Tensor, ...]) -> dict[nn.Module, Tensor]:
+        """Return the ids that `forward` looks up in each layer, from its arguments."""
+        users, items, *_ = parts
+        found = {self.user: users, self.item: items}
+        if self.item_bias is not None:
+            found[self.item_bias] = items
+        return found
+
+    def scorer(self, known: Known) -> Scorer:
         """Return a `Scorer` of the current model, with a copy of the head."""
         head = copy.deepcopy(self.head).cpu().requires_grad_(False)
         bias = None if self.item_bias is None else self.item_bias.table
@@ -126,4 +147,54 @@ class Recommender(nn.Module):  # type: ignore[misc]  # torch is untyped here
 
     def dense_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that are trained outside the tables."""
+        return list(self.head.parameters())
+
+
+class SequenceRecommender(nn.Module):  # type: ignore[misc]  # torch is untyped here
+    """Model that computes the losses of windows of sequences, with the interface of `Recommender`.
+
+    The rows of a step, those of its windows and of the negatives, are one lookup.
+    """
+
+    def __init__(self, config: TrainConfig, tables: Tables) -> None:
+        super().__init__()
+        device = torch_device(config.device)
+        self.item = _layers(config, tables, device)["item"]
+        self.head: SequenceHead = make_head(config).to(device)
+        self._l2 = config.l2
+
+    def forward(
+        self,
+        lengths: Tensor,
+        items: Tensor,
+        noise: Tensor,
+        seen: Tensor | None = None,
+        log_q: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss of a batch, whose parts are as in `bunkbed.train.data.sequences.SequenceBatch`."""
+        ends = (lengths + 1).cumsum(0)
+        total = int(ends[-1])
+        has_next = torch.ones(total, dtype=torch.bool)
+        has_next[ends - 1] = False
+        inputs = has_next.nonzero()[:, 0]
+        compared = torch.cat([inputs + 1, torch.arange(total, len(items))])
+
+        rows = self.item(items)
+        inputs, compared = (rows.index_select(0, at.to(rows.device)) for at in (inputs, compared))
+        outputs = self.head.encoder(inputs, lengths, noise=int(noise))
+        bias = None if log_q is None else -log_q.to(rows.device)
+        loss = self.head.loss(outputs, compared, seen=seen, bias=bias, kind="softmax", l2=0.0, hardness=0.0)
+        return loss + 0.5 * self._l2 * mean_squares(inputs, compared) if self._l2 else loss
+
+    def wanted(self, parts: tuple[Tensor, ...]) -> dict[nn.Module, Tensor]:
+        """As `Recommender.wanted`."""
+        return {self.item: parts[1]}
+
+    def scorer(self, known: Known) -> Scorer:
+        """As `Recommender.scorer`; the users are encoded from their known pairs."""
+        head = copy.deepcopy(self.head).cpu().requires_grad_(False)
+        return Scorer(EncodedUsers(self.item.table, head, known), self.item.table, head)
+
+    def dense_parameters(self) -> list[nn.Parameter]:
+        """As `Recommender.dense_parameters`."""
         return list(self.head.parameters())

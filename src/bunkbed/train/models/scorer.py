@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -10,16 +11,21 @@ import torch
 from torch import Tensor
 
 from bunkbed.train.models.dense import DENSE_FILE, dense_state
-from bunkbed.train.models.heads import DotHead, Head, make_head
+from bunkbed.train.models.heads import DotHead, Head, SequenceHead, make_head
 from bunkbed.train.settings.config import TrainConfig
 
 if TYPE_CHECKING:
     from bunkbed.run.run import Run
 
-__all__ = ["Scorer", "head_of_run", "scorer_of_run"]
+__all__ = ["EncodedUsers", "Known", "Scorer", "head_of_run", "scorer_of_run"]
 
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
+#: The pairs of ``int64[N]`` ascending users, each user's in their order: ``int64[P]`` users and items.
+Known = Callable[[Int64Array], tuple[Int64Array, Int64Array]]
+
+# Users whose items are read together, and those that are encoded together.
+_READ, _ENCODED = 1024, 32
 
 
 class Rows(Protocol):
@@ -97,6 +103,60 @@ class Scorer:
         return scores if biases is None else scores.add_(biases)
 
 
+class EncodedUsers:
+    """The users of a model of sequences: the encoder's output at the last of a user's items, in place of a row.
+
+    Owns nothing; as thread-safe as the items' table. A user without items has zeros.
+
+    Args:
+        item: table of items.
+        head: on the CPU.
+        known: the pairs of users.
+    """
+
+    def __init__(self, item: Rows, head: SequenceHead, known: Known) -> None:
+        self._item = item
+        self._encoder = head.encoder
+        self._known = known
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def lookup(self, ids: Int64Array, *, touch: bool = True) -> Float32Array:
+        """Return the outputs of users, ``float32[N, dim]``, each with the same bits alone or with others."""
+        users, of_ids = np.unique(ids, return_inverse=True)
+        items, counts = _last_items(*self._known(users), users, self._encoder.length)
+        ends = np.cumsum(counts)
+        found = np.zeros((len(users), self._encoder.norm.weight.shape[0]), dtype=np.float32)
+        for first in range(0, len(users), _READ):
+            begin = int(ends[first] - counts[first])
+            rows = self._item.lookup(items[begin : ends[min(first + _READ, len(users)) - 1]], touch=touch)
+            for place in range(first, min(first + _READ, len(users)), _ENCODED):
+                mine = slice(place, min(place + _ENCODED, len(users)))
+                there = slice(int(ends[place] - counts[place]) - begin, int(ends[mine.stop - 1]) - begin)
+                # Always so many windows of one width, or the bits would depend on the other users.
+                lengths = np.zeros(_ENCODED, dtype=np.int64)
+                lengths[: mine.stop - place] = counts[mine]
+                outputs = self._encoder(
+                    torch.from_numpy(rows[there]), torch.from_numpy(lengths), width=self._encoder.length
+                )
+                has = counts[mine] > 0
+                found[mine][has] = outputs.numpy()[(ends[mine] - 1 - begin - there.start)[has]]
+        return found[of_ids]
+
+
+def _last_items(owners: Int64Array, items: Int64Array, users: Int64Array, length: int) -> tuple[Int64Array, Int64Array]:
+    """Return the last items of each of ascending users, at most `length`, one user after another, and their numbers.
+
+    Args:
+        owners: ``int64[P]`` users of pairs, each user's pairs in their order.
+        items: ``int64[P]``.
+    """
+    order = np.argsort(owners, kind="stable")
+    owners = owners[order]
+    first, last = (np.searchsorted(owners, users, side=side) for side in ("left", "right"))
+    to_last = last[np.searchsorted(users, owners)] - np.arange(len(owners))
+    return items[order[to_last <= length]], np.minimum(last - first, length)
+
+
 def head_of_run(run: Run, config: TrainConfig) -> Head:
     """Return the head at the commit at which a run is open.
 
@@ -108,12 +168,18 @@ def head_of_run(run: Run, config: TrainConfig) -> Head:
     return head
 
 
-def scorer_of_run(run: Run, config: TrainConfig, *, touch: bool = False) -> Scorer:
+def scorer_of_run(run: Run, config: TrainConfig, *, known: Known | None = None, touch: bool = False) -> Scorer:
     """Return the `Scorer` of the commit at which a run is open.
+
+    Args:
+        known: the pairs of users, for a model of sequences.
 
     Raises:
         FileNotFoundError: the run was never committed.
     """
-    user, item = run.table("user"), run.table("item")
+    item, head = run.table("item"), head_of_run(run, config)
+    if isinstance(head, SequenceHead):
+        assert known is not None
+        return Scorer(EncodedUsers(item, head, known), item, head, touch=touch)
     bias = run.table("item_bias") if config.bias else None
-    return Scorer(user, item, head_of_run(run, config), item_bias=bias, touch=touch)
+    return Scorer(run.table("user"), item, head, item_bias=bias, touch=touch)

@@ -16,7 +16,7 @@ reach, without options, is printed by ``python -m benchmarks.cases.training.untu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bunkbed.core.types import Json
 from bunkbed.train.settings.config import TrainConfig
@@ -35,9 +35,12 @@ _COSINE_NEGATIVES = 6
 _OWN_NEGATIVES, _OWN_BATCH = 8, 4096
 # Fewer given negatives are taken as each pair's own.
 _LEAST_SHARED = 32
+# `sasrec` has so many times the epochs and the patience of a recipe.
+_SEQUENCE_TIMES = 2
 # Rates of the optimizers whose rate does not depend on the scale of the gradients.
 _SHARED_RATES = {"adam": 5e-3, "adagrad": 0.15, "rowwise_adagrad": 0.15}
 _OWN_RATES = {"adam": 2e-3, "adagrad": 0.05, "rowwise_adagrad": 0.05}
+_SEQUENCE_RATES = {"adam": 3e-3, "adagrad": 0.05, "rowwise_adagrad": 0.05}
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,10 @@ def decide(given: Json, recipe: str, *, pairs: int, items: int) -> tuple[TrainCo
     """
     asked = TrainConfig.from_dict(given)
     rules = RECIPES[recipe]
+    times = _SEQUENCE_TIMES if asked.is_sequential else 1
+    rules = replace(rules, epochs=times * rules.epochs, patience=times * rules.patience)
+    if asked.is_sequential and given.get("share_negatives") is False:
+        raise ValueError("option share_negatives=False is not for model sasrec: the predictions of a step share them")
     can_share = asked.loss != "bce" and asked.model != "neumf"
     shared = bool(given.get("share_negatives", can_share and given.get("negatives", _LEAST_SHARED) >= _LEAST_SHARED))
     few = pairs < _FEW_PAIRS
@@ -94,9 +101,12 @@ def decide(given: Json, recipe: str, *, pairs: int, items: int) -> tuple[TrainCo
     room = items // (_NEGATIVE_SHARE * (asked.blocks or (1, 1))[1])
     wanted = rules.negatives * (_COSINE_NEGATIVES if asked.loss == "ccl" else 1)
     negatives = max(1, min(wanted, room)) if shared else _OWN_NEGATIVES
-    rates = _SHARED_RATES if shared else _OWN_RATES
+    rates = _SEQUENCE_RATES if asked.is_sequential else _SHARED_RATES if shared else _OWN_RATES
     source = f"recipe {recipe}" if shared else "each pair's own"
     l2 = (rules.l2 if shared else rules.l2 / 4) * (2 if few else 1)
+    needless = (
+        "dropout in its place" if asked.is_sequential else "cosines have no lengths" if asked.loss == "ccl" else ""
+    )
     epochs = max(rules.epochs, given.get("epochs", 0))
     patience, stops = rules.patience, f"recipe {recipe}"
     if "epochs" in given or asked.valid == "none":
@@ -112,9 +122,7 @@ def decide(given: Json, recipe: str, *, pairs: int, items: int) -> tuple[TrainCo
         "lr": (rates.get(asked.optimizer, asked.lr), f"optimizer {asked.optimizer}"),
         "epochs": (rules.epochs, f"recipe {recipe}; at most"),
         "lr_decay": (round(0.1 ** (1 / (epochs - 1)), 3), f"to a tenth in {epochs} epochs"),
-        "l2": (0.0, "cosines have no lengths")
-        if asked.loss == "ccl"
-        else (l2, f"{pairs:,} pairs are few" if few else f"recipe {recipe}"),
+        "l2": (0.0, needless) if needless else (l2, f"{pairs:,} pairs are few" if few else f"recipe {recipe}"),
         "patience": (patience, stops),
     }
     decided = {name: each for name, each in found.items() if name not in given}

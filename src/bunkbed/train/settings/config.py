@@ -86,7 +86,14 @@ class TrainConfig:
     Args:
         model: ``"mf"``: score = <user, item>; ``"gmf"``: sum of w * user * item with a dense w (He et al.
             2017, without its sigmoid, which keeps every ranking); ``"neumf"``: gmf plus a perceptron over a second part
-            of the rows (same paper); ``"two-tower"``: <tower(user), tower(item)>, two perceptrons (Yi et al. 2019).
+            of the rows (same paper); ``"two-tower"``: <tower(user), tower(item)>, two perceptrons (Yi et al. 2019);
+            ``"sasrec"``: <what two blocks of causal self-attention make of the user's last items, item> (Kang and
+            McAuley 2018), for the next item of each user. Only items have rows. It needs ``loss="softmax"``, has no
+            `bias`, always has `share_negatives`, and holds out the ``"last"`` pairs, not random ones.
+        length: of a user's pairs, the last ones that its score depends on, and the most that are predicted together in
+            training; None: 50. For ``model="sasrec"``.
+        dropout: share of the numbers that each step drops from the inputs and the blocks; None: 0.2. For
+            ``model="sasrec"``.
         layers: widths of a perceptron's hidden layers, such as ``"64,32,16"``; empty: for neumf dim, dim / 2 and
             dim / 4, for two-tower 2 * dim. The other models have none.
         loss: ``"bpr"``: mean of softplus(negative - positive); ``"bce"``: mean binary cross-entropy of one
@@ -133,8 +140,9 @@ class TrainConfig:
         valid: held out of the pairs for training. ``"random"`` or ``"last"``: one pair of every user who has two or
             more; a fraction such as ``"0.1"`` of every user's pairs; ``"time:0.9"``: all after the first 90 %;
             ``"none"``: train on everything, evaluate nothing. Last and first in the order of the pairs: by time if they
-            were read with times, otherwise by file. Empty: as `split`. With another split than ``"random"``, a random
-            pair or a fraction is an error: training would see what comes after the held-out pairs.
+            were read with times, otherwise by file. Empty: as `split`, but ``"last"`` for ``model="sasrec"``. With
+            that model, and with another split than ``"random"``, a random pair or a fraction is an error: training
+            would see what comes after the held-out pairs.
         patience: stop after this many evaluations without a better `metric`; 0 never stops early.
         metric: selects the best epoch: ``"hr@k"``, ``"ndcg@k"``, ``"recall@k"``, ``"mrr"``.
         ks: cut-offs of the reported metrics, such as ``"10,20"``.
@@ -168,9 +176,14 @@ class TrainConfig:
     model: str = option(
         "mf",
         MODEL,
-        "Dot product (mf), weighted (gmf), gmf and a perceptron (neumf), or a perceptron per side (two-tower).",
-        choices=("mf", "gmf", "neumf", "two-tower"),
+        "Dot product (mf), weighted (gmf), gmf and a perceptron (neumf), a perceptron per side (two-tower), or "
+        "self-attention over the last items (sasrec).",
+        choices=("mf", "gmf", "neumf", "two-tower", "sasrec"),
     )
+    length: int | None = option(
+        None, MODEL, "sasrec: score by this many of the user's last items; default: 50.", least=1
+    )
+    dropout: float | None = option(None, MODEL, "sasrec: drop this share of the numbers in a step; default: 0.2.")
     layers: str = option(
         "", MODEL, "Widths of the hidden layers of a perceptron; default: chosen by --dim.", metavar="N,N"
     )
@@ -234,7 +247,7 @@ class TrainConfig:
         "",
         EVALUATION,
         "Hold out for validation: a 'random' or the 'last' pair of each user, a share, those after the first share of "
-        "the time (time:0.9), or 'none'; default: as --split.",
+        "the time (time:0.9), or 'none'; default: as --split, for sasrec 'last'.",
     )
     patience: int = option(0, EVALUATION, "Stop after this many evaluations without improvement; 0: never.", least=0)
     metric: str = option("ndcg@10", EVALUATION, "Choose the best epoch by hr@k, ndcg@k, recall@k or mrr.")
@@ -290,14 +303,18 @@ class TrainConfig:
             )
         _ = self.blocks
         check_split(self.split)
+        if self.is_sequential:
+            object.__setattr__(self, "share_negatives", True)  # a frozen dataclass allows no other way to set fields
         if self.valid == "":
-            object.__setattr__(self, "valid", self.split)  # a frozen dataclass allows no other way to set fields
+            valid = "last" if self.is_sequential and self.split == "random" else self.split
+            object.__setattr__(self, "valid", valid)
         if self.split != "random" and (self.valid == "random" or self.valid_fraction is not None):
             raise ValueError(
                 f"option valid={self.valid!r} would train on what comes after the held-out pairs; with "
                 f"split={self.split!r} it is last, none or a share of the time such as time:0.9"
             )
         _ = self.valid_fraction
+        self._check_sequential()
         if not isinstance(self.metric, str) or not _METRIC.fullmatch(self.metric):
             raise ValueError(f"option metric must be hr@k, ndcg@k, recall@k or mrr, got {self.metric!r}")
         _ = self.cutoffs
@@ -338,6 +355,33 @@ class TrainConfig:
         if self.loss == "ccl" and (self.model != "mf" or self.bias):
             given = "bias" if self.model == "mf" else f"model {self.model!r}"
             raise ValueError(f"option loss=ccl scores by cosine: it needs model mf without bias, got {given}")
+
+    def _check_sequential(self) -> None:
+        """Check the options of a model of sequences."""
+        if not self.is_sequential:
+            for name in ("length", "dropout"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"option {name}={getattr(self, name)} needs model sasrec, got model {self.model!r}"
+                    )
+            return
+        if isinstance(self.dropout_or_default, bool) or not isinstance(self.dropout_or_default, (int, float)):
+            raise TypeError(f"option dropout must be a number, got {self.dropout!r}")
+        if not 0 <= self.dropout_or_default < 1:
+            raise ValueError(f"option dropout must be at least 0 and below 1, got {self.dropout!r}")
+        if self.loss != "softmax":
+            raise ValueError(f"option model=sasrec needs loss softmax, got loss {self.loss!r}")
+        if self.bias:
+            raise ValueError("option model=sasrec has no bias; leave bias off")
+        if self.blocks not in (None, (1, 1)) or self.order == "blocks":
+            raise ValueError(
+                f"option order={self.order!r} is not for model sasrec: a sequence has items of every block; use uniform"
+            )
+        if self.valid == "random" or self.valid_fraction is not None:
+            raise ValueError(
+                f"option valid={self.valid!r} would train on what comes after the held-out pairs; with model sasrec it "
+                "is last, none or a share of the time such as time:0.9"
+            )
 
     def _check_number(self, name: str, lowest: float, inclusive: bool) -> None:
         value = getattr(self, name)
@@ -434,6 +478,21 @@ class TrainConfig:
     def negative_weight_or_default(self) -> float:
         """`negative_weight`, or its default."""
         return 100.0 if self.negative_weight is None else float(self.negative_weight)
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether the model scores by the order of a user's items."""
+        return self.model == "sasrec"
+
+    @property
+    def length_or_default(self) -> int:
+        """`length`, or its default."""
+        return 50 if self.length is None else self.length
+
+    @property
+    def dropout_or_default(self) -> float:
+        """`dropout`, or its default."""
+        return 0.2 if self.dropout is None else self.dropout
 
     @property
     def row_dim(self) -> int:
