@@ -78,6 +78,15 @@ def test_untuned_judges_every_side_alike(tmp_path: Path) -> None:
     assert 0.2 < ndcg["bunkbed train"] < ndcg["planted optimum"]
 
 
+def test_sequences_judges_every_side_alike(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    done = run("-m", "benchmarks.cases.training.sequences", "--tiny", "--dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    found = {line[11:29].strip(): line for line in done.stdout.splitlines() if line.startswith("tiny ")}
+    ndcg = {side: float(line.split("ndcg@10 ")[1].split()[0]) for side, line in found.items()}
+    assert 2 * ndcg["mf"] < ndcg["sasrec"] < ndcg["planted optimum"] and ndcg["popular"] < ndcg["sasrec"]
+
+
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, env=env)

@@ -27,7 +27,14 @@ def write_pairs(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("options", [{"bias": True, "loss": "bce"}, {"model": "gmf", "share_negatives": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bias": True, "loss": "bce"},
+        {"model": "gmf", "share_negatives": True},
+        {"model": "sasrec", "loss": "softmax"},
+    ],
+)
 def test_a_device_cache_changes_no_loss_and_no_row(tmp_path: Path, options: dict[str, Any]) -> None:
     data = read_dataset(write_pairs(tmp_path / "pairs.csv"))
     found, rates = [], []

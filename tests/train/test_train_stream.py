@@ -257,12 +257,17 @@ def test_sequences_on_disk_are_those_in_memory(tmp_path, source, valid):
         items = disk.items(*right[1:])
         assert items.dtype == np.int64
         np.testing.assert_array_equal(memory.items(*left[1:]), items)
-    # Files of another length, or without sequences, are of another split; those with sequences do for other models.
-    assert open_split(expected.train, replace(config, length=4, valid="none"), tmp_path / "stream").sequences(config)
-    plain = replace(config, model="mf", loss="bpr", length=None, share_negatives=False, valid="none")
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "stream").iterdir()}
-    open_split(expected.train, plain, tmp_path / "stream")
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "stream").iterdir()} == before
+    # Files of another length, or without sequences, are made again; those with sequences do for other models.
+    train, folder = read_dataset(source).train, tmp_path / "stream"
+    longer = replace(config, length=4)
+    again = open_split(train, longer, folder).sequences(longer)
+    assert again.num_windows == split(train, longer).sequences(longer).num_windows < disk.num_windows
+    plain = replace(config, model="mf", loss="bpr", length=None, share_negatives=False)
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    open_split(train, plain, folder)
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    open_split(train, plain, tmp_path / "other")
+    assert open_split(train, config, tmp_path / "other").sequences(config).num_windows == memory.num_windows
 
 
 def test_files_of_another_split_are_made_again_and_damage_is_told(tmp_path, source):

@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     names = ["ml-100k", *CHAINS]
     options: Any = common.parser(__doc__)
     options.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"data sets: {', '.join(names)}; default: the first 2"
+        "names", nargs="*", metavar="NAME", help=f"data sets: {', '.join(names)}; default: the first two"
     )
     options.add_argument("--data", type=Path, default=Settings().data, help="folder of the data sets")
     options.add_argument("--seeds", type=int, default=3)
@@ -73,7 +73,7 @@ def sides(folder: Path, name: str, chosen: Any, seed: int) -> Iterator[tuple[str
         own.mkdir()
         given = argparse.Namespace(train=f"--model {model} {chosen.train}", ram=None)
         yield model, untuned.bunkbed(own, pairs, given, seed)
-    popular = np.bincount(pairs.train[:, 1], minlength=int(pairs.train[:, 1].max()) + 1).astype(np.float64)
+    popular = np.bincount(pairs.train[:, 1]).astype(np.float64)
     yield "popular", (untuned.judged(lambda user: popular, pairs), 0.0)
     if pairs.optimum is not None:
         yield "planted optimum", (untuned.judged(pairs.optimum.__getitem__, pairs), 0.0)

@@ -77,10 +77,10 @@ class Trainer:
     In a run of several processes each has a trainer, with equal arguments; making it and `fit` are collective.
     Owns the model, its optimizer, the batches (about 26 bytes a training pair, 30 with shared negatives, 4 more with
     weights; with `stream` files in the run's folder instead) and 16 bytes for each pair of the users that evaluations
-    use. The caller owns and closes the run and its tables. Commits every `commit_every` epochs, after each best epoch
-    (kept as snapshot ``"best"``), at the end, and when interrupted. A commit becomes durable during the next steps; all
-    commits are durable when `fit` returns. One thread calls the trainer, but `request_stop` may be called anywhere,
-    also in signal handlers.
+    use, 32 for a model of sequences. The caller owns and closes the run and its tables. Commits every `commit_every`
+    epochs, after each best epoch (kept as snapshot ``"best"``), at the end, and when interrupted. A commit becomes
+    durable during the next steps; all commits are durable when `fit` returns. One thread calls the trainer, but
+    `request_stop` may be called anywhere, also in signal handlers.
 
     Args:
         config: the options; on resuming, the options of the first start (see `progress.FREE_TO_CHANGE`).

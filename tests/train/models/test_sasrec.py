@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -128,7 +129,7 @@ def test_users_are_encoded_by_their_last_items_alone_as_with_others() -> None:
     for place, user in enumerate(asked.tolist()):
         last = items[user][-6:]
         if not last:
-            assert not together[place].any()
+            assert not together[place].any() and not users.lookup(np.array([user])).any()
             continue
         assert users.lookup(np.array([user]))[0].tobytes() == together[place].tobytes(), user
         output = head.encoder(torch.from_numpy(rows[last]), torch.tensor([len(last)]))[-1]
@@ -252,6 +253,14 @@ def test_losses_and_rows_are_the_same_for_every_budget_with_and_without_lookahea
     assert all(other == found[0] for other in found[1:])
     lines = [json.loads(line) for line in (tmp_path / "512KiB-0" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["disk_read_bytes"] > 0 and lines[-1]["unique_hit_rate"] < 0.9
+
+
+def test_advice_names_no_order_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bunkbed.train.advice.SLOW", 0.0)
+    with bb.Run(tmp_path / "run", ram=SASREC.ram) as run:
+        found = Trainer(SASREC, chain(), run).advice()
+    assert found is not None and found.changes
+    assert not any("--order" in change.options for change in found.changes)
 
 
 def test_it_learns_a_chain_that_mf_cannot(tmp_path: Path) -> None:
@@ -407,6 +416,30 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
         TrainConfig(**{"model": "sasrec", "loss": "softmax", **options})
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--loss", "bpr"], "option model=sasrec needs loss softmax, got loss 'bpr'"),
+        (["--order", "blocks"], "option order='blocks' is not for model sasrec"),
+        (["--no-share-negatives"], "option share_negatives=False is not for model sasrec"),
+        (["--valid", "random"], "option valid='random' would train on what comes after"),
+    ],
+)
+def test_the_command_refuses_them_too(
+    run: Path, tmp_path: Path, given: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli("train", run / "walks.csv", "--model", "sasrec", *given, "--out", tmp_path / "run") == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_without_times_it_says_what_the_order_is(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    size = ["--dim", "8", "--epochs", "1", "--threads", "1", "--ram", "16MiB"]
+    assert cli("train", run / "walks.csv", "--model", "sasrec", *size, "--out", tmp_path / "run") == 0
+    printed = capsys.readouterr().out
+    assert "sequences in the order of the file; --time-col orders them by time" in printed
+    assert "users; split last" in printed and "sasrec, softmax, dim 8" in printed
+
+
 def test_dropout_must_be_a_number() -> None:
     with pytest.raises(TypeError, match="option dropout must be a number, got 'much'"):
         TrainConfig(model="sasrec", loss="softmax", dropout="much")  # type: ignore[arg-type]
@@ -414,8 +447,17 @@ def test_dropout_must_be_a_number() -> None:
 
 def test_the_validation_is_the_last_pair_without_times_too() -> None:
     assert (TrainConfig(model="sasrec", loss="softmax").valid, TrainConfig().valid) == ("last", "random")
+    few = decide({"model": "sasrec", "loss": "softmax", "negatives": 8}, "default", pairs=1000, items=100)[0]
+    assert few.share_negatives and (few.l2, few.epochs, few.lr) == (0.0, 30, 0.003)
     with pytest.raises(ValueError, match="option share_negatives=False is not for model sasrec"):
         decide({"model": "sasrec", "loss": "softmax", "share_negatives": False}, "default", pairs=1000, items=100)
+
+
+def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bunkbed.train.loop.Team.of", lambda run: SimpleNamespace(world=2))
+    message = "option model=sasrec trains in one process; start it without torchrun"
+    with bb.Run(tmp_path / "run", ram="16MiB") as opened, pytest.raises(ValueError, match=message):
+        Trainer(SASREC, chain(), opened)
 
 
 @pytest.mark.parametrize(

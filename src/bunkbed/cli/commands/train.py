@@ -225,6 +225,8 @@ def _start(
         if not existed and team.is_first:
             shutil.rmtree(folder, ignore_errors=True)
         raise
+    if config.is_sequential and reading["time_col"] is None:
+        console.print("[b]order[/b]   sequences in the order of the file; --time-col orders them by time")
     return _fit(folder, config, run, trainer, data, console, as_json=as_json, tensorboard=tensorboard)
 
 

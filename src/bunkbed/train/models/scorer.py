@@ -24,8 +24,8 @@ Float32Array = npt.NDArray[np.float32]
 #: The pairs of ``int64[N]`` ascending users, each user's in their order: ``int64[P]`` users and items.
 Known = Callable[[Int64Array], tuple[Int64Array, Int64Array]]
 
-# Users whose items are read together, and those that are encoded together.
-_READ, _ENCODED = 1024, 32
+# Users that are encoded together.
+_ENCODED = 32
 
 
 class Rows(Protocol):
@@ -126,20 +126,15 @@ class EncodedUsers:
         items, counts = _last_items(*self._known(users), users, self._encoder.length)
         ends = np.cumsum(counts)
         found = np.zeros((len(users), self._encoder.norm.weight.shape[0]), dtype=np.float32)
-        for first in range(0, len(users), _READ):
-            begin = int(ends[first] - counts[first])
-            rows = self._item.lookup(items[begin : ends[min(first + _READ, len(users)) - 1]], touch=touch)
-            for place in range(first, min(first + _READ, len(users)), _ENCODED):
-                mine = slice(place, min(place + _ENCODED, len(users)))
-                there = slice(int(ends[place] - counts[place]) - begin, int(ends[mine.stop - 1]) - begin)
-                # Always so many windows of one width, or the bits would depend on the other users.
-                lengths = np.zeros(_ENCODED, dtype=np.int64)
-                lengths[: mine.stop - place] = counts[mine]
-                outputs = self._encoder(
-                    torch.from_numpy(rows[there]), torch.from_numpy(lengths), width=self._encoder.length
-                )
-                has = counts[mine] > 0
-                found[mine][has] = outputs.numpy()[(ends[mine] - 1 - begin - there.start)[has]]
+        for first in range(0, len(users), _ENCODED):
+            mine = slice(first, min(first + _ENCODED, len(users)))
+            rows = self._item.lookup(items[ends[first] - counts[first] : ends[mine.stop - 1]], touch=touch)
+            # Always so many windows of one width, or the bits would depend on the other users.
+            lengths = np.zeros(_ENCODED, dtype=np.int64)
+            lengths[: mine.stop - first] = counts[mine]
+            outputs = self._encoder(torch.from_numpy(rows), torch.from_numpy(lengths), width=self._encoder.length)
+            has = counts[mine] > 0
+            found[mine][has] = outputs.numpy()[(np.cumsum(counts[mine]) - 1)[has]]
         return found[of_ids]
 
 

@@ -1,13 +1,15 @@
 """Options that `bunkbed train` decides by the data, where they are not given: a recipe's rules.
 
 The rules of `default` were chosen on held-out training pairs of Gowalla, MovieLens-100k and generated data, in uniform
-order, in sight of the test pairs; dim and penalty of `best` on Gowalla's test pairs. `fast` was not measured. What they
-reach, without options, is printed by ``python -m benchmarks.cases.training.untuned``.
+order, in sight of the test pairs; dim and penalty of `best` on Gowalla's test pairs; those of `sasrec` on
+MovieLens-100k and a planted Markov chain. `fast` was not measured. What they reach, without options, is printed by
+``python -m benchmarks.cases.training.untuned`` and ``.sequences``.
 
 - `bpr`, `softmax` and `ccl` (not with `neumf`, whose perceptron runs for every negative): the pairs of a step share
   their negatives, so a step has hundreds and touches few rows. Under `bpr` the hard ones weigh more.
 - `ccl` has more negatives: one counts only where its cosine is above the margin. The penalty is 0, as
   cosines do not depend on the lengths of rows.
+- `sasrec`: more epochs at a lower rate, without a penalty; its predictions always share their negatives.
 - Other losses and `neumf`: each pair has a few negatives of its own.
 - The learning rate falls by the same factor after each epoch, to about a tenth in the last one. Training stops earlier
   after evaluations without a better metric.
@@ -93,7 +95,8 @@ def decide(given: Json, recipe: str, *, pairs: int, items: int) -> tuple[TrainCo
     if asked.is_sequential and given.get("share_negatives") is False:
         raise ValueError("option share_negatives=False is not for model sasrec: the predictions of a step share them")
     can_share = asked.loss != "bce" and asked.model != "neumf"
-    shared = bool(given.get("share_negatives", can_share and given.get("negatives", _LEAST_SHARED) >= _LEAST_SHARED))
+    many = given.get("negatives", _LEAST_SHARED) >= _LEAST_SHARED
+    shared = bool(given.get("share_negatives", can_share and (many or asked.is_sequential)))
     few = pairs < _FEW_PAIRS
 
     most = _MOST_BATCH if shared else _OWN_BATCH
