@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -282,7 +282,7 @@ def _rewrite_run(
     if problems:
         raise CorruptionError(f"run {place}: a new shard is damaged, the old run stays: {problems[0]}")
     _number_as(old, RunFiles(part), uuids)
-    _link_others(place, part)
+    link_others(place, part)
     return Resharded(last, shards, before, rows)
 
 
@@ -307,10 +307,10 @@ def _number_as(old: list[RunManifest], there: RunFiles, uuids: dict[str, str]) -
     sync_directory(there.directory.parent)
 
 
-def _link_others(place: Path, part: Path) -> None:
-    """Give the files in a run's folder that are not the run's a second name in `part`, durably."""
+def link_others(place: Path, part: Path, left_out: Collection[str] = ()) -> None:
+    """Give the files in a run's folder that are not the run's, nor `left_out`, a second name in `part`, durably."""
     for entry in place.iterdir():
-        if _OF_A_SHARDED_TABLE.fullmatch(entry.name):
+        if _OF_A_SHARDED_TABLE.fullmatch(entry.name) or entry.name in left_out:
             continue
         there = part / entry.name
         if entry.is_dir() and not entry.is_symlink():

@@ -248,9 +248,9 @@ class Trainer:
             self._dense.load_state_dict(state["optimizer"])
 
     def _set_lr(self, epoch: int) -> None:
-        decay = self.config.lr_decay ** (epoch - 1)
+        factor = self._progress.lr_factor(epoch, self.config)
         for group in self.optimizer.param_groups:
-            group["lr"] = (self.config.lr if "table" in group else self._dense_lr) * decay
+            group["lr"] = (self.config.lr if "table" in group else self._dense_lr) * factor
 
     def _commit(self, keep: str | None = None) -> None:
         """Start a commit of the run; raise the error of the previous commit."""

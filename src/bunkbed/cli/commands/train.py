@@ -6,7 +6,6 @@ reads the data and stores it there, and alone prints; the others load what it st
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -34,12 +33,13 @@ from bunkbed.cli.shared.console import (
 )
 from bunkbed.cli.shared.run_folder import choose_folder
 from bunkbed.cli.shared.train_options import DATA, FileLayout, RecipeName, option, parameters
-from bunkbed.core.budget import format_bytes, parse_bytes
+from bunkbed.cli.shared.train_text import explained, ram_text, say_data, say_decisions, say_outcome, say_tables
+from bunkbed.core.budget import parse_bytes
 from bunkbed.core.types import Json
-from bunkbed.train.output.events import EpochReport, Event, Outcome
-from bunkbed.train.output.progress import FREE_TO_CHANGE
+from bunkbed.train.output.events import EpochReport, Event
+from bunkbed.train.output.progress import FREE_TO_CHANGE, Progress
 from bunkbed.train.processes.team import Team, join_team
-from bunkbed.train.settings.auto import AUTO, decide
+from bunkbed.train.settings.auto import AUTO, Round, decide, decide_round
 from bunkbed.train.settings.config import TrainConfig
 from bunkbed.train.settings.option import LEARNING, RUN
 from bunkbed.train.settings.run_config import DATA_NAME, read_config, write_config
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
     from bunkbed.train.loop import Trainer
     from bunkbed.train.output.display import Display
 
-_READING = (
-    "user_col", "item_col", "time_col", "rating_col", "min_rating", "header", "layout", "strict", "test",
-    "test_negatives",
-)  # fmt: skip
+# Options that --more takes for its round.
+_OF_ROUND = ("epochs", "lr", "lr_decay")
+_COLUMNS = ("user_col", "item_col", "time_col", "rating_col", "min_rating", "header", "layout", "strict")
+_READING = (*_COLUMNS, "test", "test_negatives")
 
 
 def train(
@@ -100,6 +100,12 @@ def train(
     ] = RecipeName.default,
     out: Annotated[Path | None, option(RUN, "Run folder to create; default: runs/NAME.", metavar="RUN")] = None,
     resume: Annotated[Path | None, option(RUN, "Continue a run from its last commit.", metavar="RUN")] = None,
+    more: Annotated[
+        Path | None,
+        option(
+            RUN, "Add the interactions of this file to the run of --resume, and train a round on all.", metavar="FILE"
+        ),
+    ] = None,
     tensorboard: Annotated[
         bool, option(RUN, "Also write scalars for TensorBoard to the run's folder.", "--tensorboard")
     ] = False,
@@ -113,6 +119,8 @@ def train(
     run never stopped. With torchrun -m bunkbed train, several processes train one run (docs/processes.md).
     """
     options = {name: _plain(value) for name, value in configured.items() if name not in AUTO or value is not None}
+    if more is not None and resume is None:
+        raise UsageProblem("--more adds interactions to a trained run: give the run with --resume RUN")
     if (file is None) == (resume is None):
         raise UsageProblem(
             "give either FILE or --resume RUN, not both" if file else "give a FILE of interactions, or --resume RUN"
@@ -123,7 +131,18 @@ def train(
     if options["model"] == "sasrec" and "loss" not in given:
         options["loss"] = "softmax"
     new_config = _checked(options) if resume is None else None
-    resumed = _resumed_config(resume, options, given) if resume is not None else None
+    reading: Json = {
+        "user_col": user_col,
+        "item_col": item_col,
+        "time_col": time_col,
+        "rating_col": rating_col,
+        "min_rating": min_rating,
+        "header": "auto" if header is None else header,
+        "layout": layout.value,
+        "strict": strict,
+    }
+    of_round = set() if more is None else {*_COLUMNS, *_OF_ROUND}
+    resumed = _resumed_config(resume, options, given - of_round) if resume is not None else None
     need("torch", "pyarrow", "duckdb", "matplotlib", command="train")
     if tensorboard:
         need("tensorboard", command="train --tensorboard", extra="tensorboard")
@@ -134,20 +153,16 @@ def train(
     if resume is not None:
         assert resumed is not None
         changes = {name: options[name] for name in given & {*FREE_TO_CHANGE}}
+        if more is not None:
+            if team.world > 1:
+                raise UsageProblem("--more works in one process: run it without torchrun, and go on with --resume")
+            asked = {name: options[name] for name in given & {*_OF_ROUND}}
+            columns = {name: value for name, value in reading.items() if name in given}
+            _add(resume, resumed, more, columns, asked, console, as_json=json)
+            resumed, changes = _resumed_config(resume, {}, set()), {}
         return _go_on(team, resume, resumed, changes, console, as_json=json, tensorboard=tensorboard)
     assert file is not None and new_config is not None
-    reading = {
-        "user_col": user_col,
-        "item_col": item_col,
-        "time_col": time_col,
-        "rating_col": rating_col,
-        "min_rating": min_rating,
-        "header": "auto" if header is None else header,
-        "layout": layout.value,
-        "strict": strict,
-        "test": test,
-        "test_negatives": test_negatives,
-    }
+    reading |= {"test": test, "test_negatives": test_negatives}
     undecided = {"recipe": recipe.value, "given": options}
     return _start(team, file, reading, out, undecided, console, as_json=json, tensorboard=tensorboard)
 
@@ -188,20 +203,20 @@ def _start(
         if not config.stream:
             with console.status(f"reading {escape(str(file))}"):
                 read.append(read_dataset(file, split=config.split, **reading))
-            _say_data(console, read[0])
+            say_data(console, read[0])
         return str(folder)
 
     folder = Path(team.first("reading the interactions", begin))
     about: Json = {"bunkbed": bunkbed.__version__, "source": str(file), "recipe": undecided["recipe"]}
-    if config.stream:  # --resume needs these options if the preparation is killed
-        paths = {name: str(value.resolve()) for name, value in reading.items() if isinstance(value, Path)}
-        about["reading"] = {**reading, **paths, "file": str(file.resolve())}
+    # --more needs these options, and --resume if the preparation is killed.
+    paths = {name: str(value.resolve()) for name, value in reading.items() if isinstance(value, Path)}
+    about["reading"] = {**reading, **paths, "file": str(file.resolve())}
 
     def store() -> None:
         write_config(folder, {**about, "train": config.to_dict(), "undecided": undecided})
         if config.stream:
             read.append(_prepare(folder, file, reading, config, console))
-            _say_data(console, read[0])
+            say_data(console, read[0])
         else:
             save_dataset(folder / DATA_NAME, read[0])
 
@@ -237,12 +252,10 @@ def _decided(undecided: Json, data: Dataset, console: Console | None, *, as_json
     except (ValueError, TypeError) as error:
         raise UsageProblem(str(error)) from error
     values = config.to_dict()
-    if console is not None and reasons:
-        listed = ", ".join(f"{name.replace('_', '-')} {values[name]} [dim]({why})[/]" for name, why in reasons.items())
-        console.print(f"[b]auto[/b]    {listed}", soft_wrap=True, highlight=False)
+    if console is not None:
+        say_decisions(console, values, reasons)
     if console is not None and as_json:
-        options = {name: {"value": values[name], "reason": why} for name, why in reasons.items()}
-        print_json({"kind": "auto", "recipe": undecided["recipe"], "options": options})
+        print_json({"kind": "auto", "recipe": undecided["recipe"], "options": explained(values, reasons)})
     return config
 
 
@@ -283,6 +296,34 @@ def _prepare(folder: Path, file: Path, reading: Json, config: TrainConfig, conso
         raise
 
 
+def _add(
+    folder: Path, config: TrainConfig, file: Path, columns: Json, asked: Json, console: Console, *, as_json: bool
+) -> None:
+    """Add the interactions of a file to a run, and say what came and how it will be trained."""
+    from bunkbed.train.more import add_interactions
+
+    reading = {name: value for name, value in read_config(folder).get("reading", {}).items() if name in _COLUMNS}
+    chosen: list[tuple[Round, dict[str, str]]] = []
+
+    def decide(progress: Progress) -> Round:
+        chosen.append(decide_round(asked, config, epochs=progress.first or progress.epoch))
+        return chosen[0][0]
+
+    with console.status(f"reading {escape(str(file))}"):
+        merged = add_interactions(folder, config, file, {"strict": False, **reading, **columns}, decide)
+    (found, reasons), lr = chosen[0], config.lr * chosen[0][0].lr_scale
+    values = {"epochs": found.epochs, "lr": lr, "lr_decay": found.lr_decay}
+    repeated = f"; {merged.repeated:,} repeated pairs left out" if merged.repeated else ""
+    console.print(
+        f"[b]{escape(file.name)}[/b]  {merged.pairs:,} new pairs, {merged.users:,} new users, "
+        f"{merged.items:,} new items{repeated}",
+        soft_wrap=True,
+    )
+    say_decisions(console, values, reasons)
+    if as_json:
+        print_json({"kind": "more", "file": file, **asdict(merged), "options": explained(values, reasons)})
+
+
 def _go_on(
     team: Team,
     folder: Path,
@@ -296,15 +337,17 @@ def _go_on(
     from bunkbed.torch import open_run
     from bunkbed.train.data.store import load_dataset, open_dataset
     from bunkbed.train.loop import Trainer
+    from bunkbed.train.more import remove_leftover
 
     def read_to_the_end() -> None:
         reading = read_config(folder).get("reading")
-        if reading is not None and not (folder / DATA_NAME / "dataset.json").exists():
+        if config.stream and reading is not None and not (folder / DATA_NAME / "dataset.json").exists():
             console.print("the interactions were not read to their end; reading them again", soft_wrap=True)
-            _say_data(console, _prepare(folder, Path(reading.pop("file")), reading, config, console))
+            say_data(console, _prepare(folder, Path(reading.pop("file")), reading, config, console))
 
     run = open_run(folder, ram=config.table_ram_bytes)
     try:
+        team.first("removing what a killed --more left", lambda: remove_leftover(folder))
         team.first("storing the interactions", read_to_the_end)
         data = (open_dataset if config.stream else load_dataset)(folder / DATA_NAME)
         stored = read_config(folder)
@@ -358,7 +401,7 @@ def _fit(
 
     team = trainer.team
     with run:
-        _say_tables(console, run, config)
+        say_tables(console, run, config)
         advice = trainer.advice()
         if advice is not None and team.is_first:
             for line in advice.lines():
@@ -373,7 +416,7 @@ def _fit(
             outcome = trainer.fit(on_event)
     if not team.is_first:
         return 130 if outcome.interrupted else 0
-    title = f"{folder.name}   {name}, {_ram(config)} of RAM"
+    title = f"{folder.name}   {name}, {ram_text(config)} of RAM"
     picture = plot_run(folder, title=title, metric=config.metric)
     result = None
     is_tested = data.test is not None or data.candidates is not None
@@ -393,7 +436,7 @@ def _fit(
         found = {"test": figures if is_tested else None, "validation": None if is_tested else figures}
         print_json({"kind": "outcome", "run": folder, "picture": picture, **asdict(outcome), **found})
     else:
-        _say_outcome(console, folder, config, outcome, last[0] if last else None, result, picture, data)
+        say_outcome(console, folder, config, outcome, last[0] if last else None, result, picture, data)
     return 130 if outcome.interrupted else 0
 
 
@@ -468,107 +511,6 @@ def _checked(options: Json) -> TrainConfig:
         return TrainConfig.from_dict(options)
     except (ValueError, TypeError) as error:
         raise UsageProblem(str(error)) from error
-
-
-def _say_data(console: Console, data: Dataset) -> None:
-    train = data.train
-    lines = [
-        f"[b]{escape(Path(train.source).name)}[/b]  {len(train):,} pairs of {data.num_users:,} users and "
-        f"{data.num_items:,} items  [dim]({escape(train.form)})[/]"
-    ]
-    if train.duplicates:
-        lines.append(f"{train.duplicates:,} repeated pairs dropped: a pair counts once")
-    for pairs in (train, data.test):
-        if pairs is not None and pairs.malformed:
-            lines.append(
-                f"[yellow]{pairs.malformed:,} malformed rows of {escape(Path(pairs.source).name)} left out[/], "
-                f"the first: {escape(pairs.first_malformed)}; --strict stops there"
-            )
-        if pairs is not None and pairs.low_ratings:
-            lines.append(
-                f"{pairs.low_ratings:,} rows of {escape(Path(pairs.source).name)} left out for their low ratings"
-            )
-        if pairs is not None and pairs.empty_users:
-            lines.append(
-                f"{pairs.empty_users:,} users without items left out of {escape(Path(pairs.source).name)}: "
-                "their lines hold no pair"
-            )
-    if data.test is not None:
-        name = escape(Path(data.test.source).name) if data.split == "random" else f"split {data.split}"
-        lines.append(f"[b]{name}[/b]  {len(data.test):,} pairs to judge by")
-    if data.candidates is not None:
-        width = data.candidates.negatives.shape[1]
-        lines.append(f"[b]{escape(Path(data.candidates.source).name)}[/b]  {width} negatives for each")
-    if data.cold_users or data.cold_items:
-        lines.append(
-            f"{data.cold_users:,} users and {data.cold_items:,} items stand only in the test"
-            f"{' files' if data.split == 'random' else ''}; "
-            "they are ranked too, untrained"
-        )
-    for line in lines:
-        console.print(line, soft_wrap=True)
-
-
-def _say_tables(console: Console, run: Run, config: TrainConfig) -> None:
-    parts = []
-    total = 0
-    for name, table in run.tables.items():
-        parts.append(f"{name} {table.num_rows or 0:,} x {table.dim}")
-        total += table.nbytes
-    times = total / parse_bytes(config.ram)
-    console.print(
-        f"[b]tables[/b]  {', '.join(parts)}: {format_bytes(total)} with optimizer state; "
-        f"RAM budget {_ram(config)}{f', {times:.1f} times smaller' if times > 1 else ''}",
-        soft_wrap=True,
-    )
-    if config.blocks is not None:
-        users, items = config.blocks
-        console.print(
-            f"[b]order[/b]   pairs by {users:,} blocks of users and {items:,} of items ({config.order})", soft_wrap=True
-        )
-
-
-def _say_outcome(
-    console: Console,
-    folder: Path,
-    config: TrainConfig,
-    outcome: Outcome,
-    last: EpochReport | None,
-    result: EvalResult | None,
-    picture: Path,
-    data: Dataset,
-) -> None:
-    from bunkbed.train.output.display import main_metrics
-
-    def say(label: str, text: str) -> None:
-        console.print(f"[dim]{label:<8}[/]{text}", soft_wrap=True)
-
-    if outcome.best_epoch is not None and outcome.best:
-        ranking = f"  [dim]validation, {last.ranking}; chosen by {config.metric}[/]" if last is not None else ""
-        quality = _quality(outcome.best, main_metrics(outcome.best, config.metric))
-        say("best", f"epoch {outcome.best_epoch}  {quality}{ranking}")
-    if result is not None:
-        quality = _quality(result.metrics, list(result.metrics))
-        say("valid" if result.split == "validation" else "test", f"{quality}  [dim]{result.split}, {result.ranking}[/]")
-    if outcome.stopped_early:
-        say("stopped", f"after epoch {outcome.epoch}: no better epoch within the patience")
-    say("run", escape(str(folder)))
-    say("picture", escape(str(picture)))
-    if outcome.interrupted:
-        where = f"after epoch {outcome.epoch}, step {outcome.step:,}"
-        console.print(f"[yellow]interrupted[/] {where}; everything is committed", soft_wrap=True)
-        say("resume", f"[b]bunkbed train --resume {escape(shlex.quote(str(folder)))}[/b]")
-    else:
-        user = data.train.user_vocab.decode([0])[0]
-        say("try", escape(shlex.join(["bunkbed", "recommend", str(folder), "--user", str(user), "-k", "10"])))
-
-
-def _quality(metrics: dict[str, float], names: list[str]) -> str:
-    return "  ".join(f"{name} [b]{metrics[name]:.4f}[/b]" for name in names)
-
-
-def _ram(config: TrainConfig) -> str:
-    return format_bytes(parse_bytes(config.ram))
 
 
 def _plain(value: Any) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -44,7 +44,10 @@ Column = int | str | None
 
 _BATCH_PAIRS = 1 << 20
 #: Fields of `Interactions` that say how a file was read; a saved dataset keeps them.
-ABOUT = ("source", "duplicates", "form", "malformed", "first_malformed", "empty_users", "low_ratings")
+ABOUT = (
+    "source", "duplicates", "form", "malformed", "first_malformed", "empty_users", "low_ratings", "mean_rating",
+    "rounds",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +66,8 @@ class Interactions:
         first_malformed: the problem of the first malformed row.
         empty_users: number of adjacency lines of a user without items, which contain no pair.
         low_ratings: number of rows that were left out because their rating is below the threshold.
+        mean_rating: the rating whose weight is 1; 0 without weights.
+        rounds: how many pairs the run had when each later file came (`bunkbed.train.data.merge`).
         weights: factor of each pair's loss, ``float32[N]``; None: ones.
     """
 
@@ -77,6 +82,8 @@ class Interactions:
     first_malformed: str = ""
     empty_users: int = 0
     low_ratings: int = 0
+    mean_rating: float = 0.0
+    rounds: Sequence[int] = ()
     weights: Float32Array | None = None
 
     @property

@@ -30,7 +30,7 @@ def prepare_dataset(
     folder: str | os.PathLike[str],
     path: str | os.PathLike[str],
     *,
-    ram_bytes: int,
+    ram_bytes: int | None,
     test: str | os.PathLike[str] | None = None,
     on_progress: OnProgress | None = None,
     **options: Unpack[SourceOptions],
@@ -41,7 +41,8 @@ def prepare_dataset(
         folder: created if it does not exist; must not contain a dataset.
         path: the training interactions; this and `options` are arguments of
             `bunkbed.train.data.interactions.read_dataset`.
-        ram_bytes: for sorting and grouping; the blocks of the source file are not included.
+        ram_bytes: for sorting and grouping; the blocks of the source file are not included. None: half of the
+            machine's memory.
         test: held-out interactions.
         on_progress: called with a description of the current work, and its finished rows or None.
 

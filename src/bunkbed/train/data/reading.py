@@ -29,7 +29,7 @@ from bunkbed.train.settings.config import first_share, num_first
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["OnProgress", "Reading"]
+__all__ = ["INTEGER", "OnProgress", "Reading", "count_cold", "take_test"]
 
 # Called with a description of the current work, and the number of finished rows if known.
 OnProgress = Callable[[str, int | None], object]
@@ -39,7 +39,7 @@ Keep = Callable[[str, "pa.Schema", "Iterator[pa.RecordBatch]"], object]
 # Written by other tools for a missing number. Among integers these are missing values, among strings labels.
 MISSING_WORDS = ("na", "n/a", "nan", "null", "none", "nil", "\\n", "?")
 # 18 digits always fit int64.
-_INTEGER = "(0|-?[1-9][0-9]{0,17})"
+INTEGER = "(0|-?[1-9][0-9]{0,17})"
 _TOO_LONG = 10**18
 # Types of times. A number keeps nine decimals, a date and time microseconds; an offset from UTC counts.
 _NUMBER, _DATE = "DECIMAL(38, 9)", "TIMESTAMPTZ"
@@ -74,6 +74,7 @@ class Reading:
         self._min_rating = min_rating
         self._is_weighted = min_rating is None and "rating" in sources["train"].others
         self._low_ratings: list[int] = []
+        self._mean_rating = 0.0
         self._rows: list[int] = []
         self._end_of_train = 0  # all rows of the first file are before this one
 
@@ -88,9 +89,12 @@ class Reading:
         for what in ("user", "item"):
             self._number(what)
         self._join()
-        self._take_test()
+        if self._split != "random":
+            self._tell("splitting the pairs", None)
+            take_test(self._sorter, self._split, next(iter(self._sources.values())).path)
         for what in ("user", "item"):
-            about[f"cold_{what}s"] = self._count_cold(what)
+            can_be_cold = self._split != "random" or len(self._sources) > 1
+            about[f"cold_{what}s"] = count_cold(self._sorter, what) if can_be_cold else 0
         for at, (name, source) in enumerate(self._sources.items()):
             kept = self._keep_pairs(at, name)
             about[name] = {
@@ -101,6 +105,7 @@ class Reading:
                 "first_malformed": source.first_malformed,
                 "empty_users": source.empty_users,
                 "low_ratings": self._low_ratings[at],
+                "mean_rating": 0.0 if at else self._mean_rating,
             }
         if self._split != "random":
             train = about["train"]
@@ -214,7 +219,7 @@ class Reading:
             "GROUP BY label ORDER BY place"
         )
         (is_text,) = sorter.row(f"SELECT coalesce(any_value(typeof(label)) = 'VARCHAR', false) FROM {what}s")
-        is_integer = f"regexp_full_match(label, '{_INTEGER}')"
+        is_integer = f"regexp_full_match(label, '{INTEGER}')"
         if is_text:
             self._check_missing(what, is_integer)
         else:
@@ -252,40 +257,6 @@ class Reading:
         )
         self._sorter.run("DROP TABLE raw")
 
-    def _take_test(self) -> None:
-        """Mark the pairs that the split makes the test.
-
-        Raises:
-            DataError: there are none.
-        """
-        if self._split == "random":
-            return
-        sorter = self._sorter
-        self._tell("splitting the pairs", None)
-        share = first_share("split", self._split)
-        if share is None:
-            held, few = 'max(place) AS place FROM pairs GROUP BY "user" HAVING count(*) > 1', "no user has two items"
-        else:
-            (total,) = sorter.row("SELECT count(*) FROM pairs")
-            held = f"place FROM pairs ORDER BY place OFFSET {num_first(total, share)}"
-            few = f"it has {total:,} different pairs"
-        sorter.run(f"CREATE TABLE held AS SELECT {held}")
-        if not sorter.row("SELECT count(*) FROM held")[0]:
-            source = next(iter(self._sources.values()))
-            raise DataError(f"{source.path}: split {self._split} leaves no test: {few}; use --split random")
-        sorter.run("CREATE TABLE divided AS SELECT * REPLACE (place IN (SELECT place FROM held) AS is_test) FROM pairs")
-        sorter.run("DROP TABLE held")
-        sorter.run("DROP TABLE pairs")
-        sorter.run("ALTER TABLE divided RENAME TO pairs")
-
-    def _count_cold(self, what: str) -> int:
-        """Return how many users or items have pairs only in the test."""
-        if self._split == "random" and len(self._sources) == 1:
-            return 0
-        cold = f'SELECT "{what}" FROM pairs GROUP BY "{what}" HAVING bool_and(is_test)'
-        (count,) = self._sorter.row(f"SELECT count(*) FROM ({cold})")
-        return int(count)
-
     def _keep_pairs(self, at: int, name: str) -> int:
         """Store the pairs for training, or those of the test (`at` 1), in their order; return their number."""
         import pyarrow as pa
@@ -299,7 +270,8 @@ class Reading:
             if not total:
                 path = self._sources[name].path
                 raise DataError(f"{path}: no pair for training has a rating above 0; leave out --rating-col")
-            wanted += f", CAST(weight AS DOUBLE) / {float(total) / count!r} AS weight"
+            self._mean_rating = float(total) / count
+            wanted += f", CAST(weight AS DOUBLE) / {self._mean_rating!r} AS weight"
 
         def batches() -> Iterator[pa.RecordBatch]:
             nonlocal kept
@@ -311,3 +283,32 @@ class Reading:
 
         self._keep(name, schema, batches())
         return kept
+
+
+def take_test(sorter: Sorter, split: str, source: str) -> None:
+    """Mark the pairs that a split makes the test, in the table ``pairs``.
+
+    Raises:
+        DataError: there are none.
+    """
+    share = first_share("split", split)
+    if share is None:
+        held, few = 'max(place) AS place FROM pairs GROUP BY "user" HAVING count(*) > 1', "no user has two items"
+    else:
+        (total,) = sorter.row("SELECT count(*) FROM pairs")
+        held = f"place FROM pairs ORDER BY place OFFSET {num_first(total, share)}"
+        few = f"it has {total:,} different pairs"
+    sorter.run(f"CREATE TABLE held AS SELECT {held}")
+    if not sorter.row("SELECT count(*) FROM held")[0]:
+        raise DataError(f"{source}: split {split} leaves no test: {few}; use --split random")
+    sorter.run("CREATE TABLE divided AS SELECT * REPLACE (place IN (SELECT place FROM held) AS is_test) FROM pairs")
+    sorter.run("DROP TABLE held")
+    sorter.run("DROP TABLE pairs")
+    sorter.run("ALTER TABLE divided RENAME TO pairs")
+
+
+def count_cold(sorter: Sorter, what: str) -> int:
+    """Return how many users or items have pairs only in the test, by the table ``pairs``."""
+    cold = f'SELECT "{what}" FROM pairs GROUP BY "{what}" HAVING bool_and(is_test)'
+    (count,) = sorter.row(f"SELECT count(*) FROM ({cold})")
+    return int(count)

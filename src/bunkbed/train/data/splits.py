@@ -4,6 +4,10 @@ One sort by (user, key, place) serves splits in memory (`split`) and on disk (`b
 `key` is the sort key of `random_order`, or zero where the last pairs in their order are held out: a user's pairs are
 then adjacent, with the pairs to hold out last. `bunkbed.train.data.reading` has put the pairs in the order of their
 times, and has taken out those of the test.
+
+Of a run that got more pairs (`bunkbed.train.data.merge`), a pair that was trained on is never held out later: the pairs
+of a user are taken round by round. What was held out stays so, and what the user then lacks is drawn among the pairs of
+the new round. Where the last pairs are held out this needs no rounds, because later pairs come after all others.
 """
 
 from __future__ import annotations
@@ -93,22 +97,37 @@ def pairs_by_user(pairs: Interactions, config: TrainConfig, sorter: Sorter) -> I
     sorter.stream(
         "pairs", schema, keyed(pairs, schema, order_keys(config.seed, STREAM_SPLIT, 0) if is_random else None)
     )
-    answer = sorter.batches('SELECT "user", "item", place FROM pairs ORDER BY "user", key, place')
+    rounds = np.array(pairs.rounds if is_random else (), np.int64)
+    number = "".join(f"(place >= {first})::INT + " for first in rounds.tolist()) + "0"
+    order = f'"user", {number}, key, place' if len(rounds) else '"user", key, place'
+    answer = sorter.batches(f'SELECT "user", "item", place FROM pairs ORDER BY {order}')
     for users, items, places in _whole_users(answer):
-        yield users, items, places, _held(users, places, config, len(pairs))
+        yield users, items, places, _held(users, places, config, len(pairs), rounds)
 
 
-def _held(users: Int64Array, places: Int64Array, config: TrainConfig, num_pairs: int) -> BoolArray:
-    """Return which pairs are held out: ``bool[n]`` for ascending ``users int64[n]``."""
+def _held(users: Int64Array, places: Int64Array, config: TrainConfig, num_pairs: int, rounds: Int64Array) -> BoolArray:
+    """Return which pairs are held out: ``bool[n]`` for ascending ``users int64[n]``, whose pairs are by rounds.
+
+    Args:
+        rounds: the first place of each later round, ascending.
+    """
     if config.valid_first is not None:
         after: BoolArray = places >= num_first(num_pairs, config.valid_first)
         return after
     _, at, counts = np.unique(users, return_inverse=True, return_counts=True)
     if config.valid == "none":
         return np.zeros(len(users), dtype=np.bool_)
-    wanted = 1 if config.valid_fraction is None else np.rint(counts * config.valid_fraction).astype(np.int64)
-    held = np.minimum(wanted, np.maximum(counts - 1, 0))
-    is_held: BoolArray = np.arange(len(users)) >= (np.cumsum(counts) - held)[at]
+    is_held = np.zeros(len(users), dtype=np.bool_)
+    of_round = np.searchsorted(rounds, places, side="right")
+    ends, total, held = np.cumsum(counts) - counts, np.zeros_like(counts), np.zeros_like(counts)
+    for number in range(len(rounds) + 1):
+        inside = of_round == number
+        own = np.bincount(at[inside], minlength=len(counts))
+        ends, total = ends + own, total + own
+        share = 1 if config.valid_fraction is None else np.rint(total * config.valid_fraction).astype(np.int64)
+        missing = np.minimum(share, np.maximum(total - 1, 0)) - held
+        is_held |= inside & (np.arange(len(users)) >= (ends - missing)[at])
+        held += missing
     return is_held
 
 

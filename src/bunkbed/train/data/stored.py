@@ -84,7 +84,7 @@ class StoredInteractions(Interactions):
     `batches` reads one row group at a time.
     """
 
-    def __init__(self, path: Path, user_vocab: Vocab, item_vocab: Vocab, **about: str | int) -> None:
+    def __init__(self, path: Path, user_vocab: Vocab, item_vocab: Vocab, **about: str | float | list[int]) -> None:
         with opened(path) as file:
             length = file.metadata.num_rows
             is_weighted = "weight" in file.schema_arrow.names

@@ -142,6 +142,8 @@ def open_split(pairs: Interactions, config: TrainConfig, folder: Path) -> Stream
     }
     if config.is_sequential:
         wanted["length"] = config.length_or_default
+    if pairs.rounds:
+        wanted["rounds"] = list(pairs.rounds)
     require_real(folder)
     about = _whole(folder, wanted)
     if about is None:

@@ -43,6 +43,10 @@ class Progress:
         best: metrics of `best_epoch`.
         stale: evaluations since `best_epoch`.
         stopped_early: patience has run out.
+        before: epochs of earlier rounds of training (`bunkbed.train.more`).
+        first: epochs of the first round, if there are more.
+        lr_scale: factor of the config's learning rate in the first epoch of this round.
+        lr_decay: factor after each epoch of the round; 0: the config's.
     """
 
     epoch: int = 0
@@ -53,6 +57,14 @@ class Progress:
     best: dict[str, float] = field(default_factory=dict)
     stale: int = 0
     stopped_early: bool = False
+    before: int = 0
+    first: int = 0
+    lr_scale: float = 1.0
+    lr_decay: float = 0.0
+
+    def lr_factor(self, epoch: int, config: TrainConfig) -> float:
+        """Return the factor of the config's learning rate in an epoch of this round."""
+        return self.lr_scale * (self.lr_decay or config.lr_decay) ** (epoch - self.before - 1)
 
     def is_done(self, config: TrainConfig) -> bool:
         """Return whether training is complete."""

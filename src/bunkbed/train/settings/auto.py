@@ -19,11 +19,12 @@ MovieLens-100k and a planted Markov chain. `fast` was not measured. What they re
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from bunkbed.core.types import Json
 from bunkbed.train.settings.config import TrainConfig
 
-__all__ = ["AUTO", "RECIPES", "Recipe", "decide"]
+__all__ = ["AUTO", "RECIPES", "Recipe", "Round", "decide", "decide_round"]
 
 # A step has at most this share of the pairs, so that an epoch has at least 64 steps.
 _STEPS = 64
@@ -43,6 +44,8 @@ _SEQUENCE_TIMES = 2
 _SHARED_RATES = {"adam": 5e-3, "adagrad": 0.15, "rowwise_adagrad": 0.15}
 _OWN_RATES = {"adam": 2e-3, "adagrad": 0.05, "rowwise_adagrad": 0.05}
 _SEQUENCE_RATES = {"adam": 3e-3, "adagrad": 0.05, "rowwise_adagrad": 0.05}
+# A round of more interactions has this share of the epochs of the run, and its learning rate falls to this part.
+_ROUND_SHARE, _ROUND_END = 4, 0.1
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,32 @@ def decide(given: Json, recipe: str, *, pairs: int, items: int) -> tuple[TrainCo
     decided = {name: each for name, each in found.items() if name not in given}
     config = TrainConfig.from_dict({**given, **{name: value for name, (value, _) in decided.items()}})
     return config, {name: reason for name, (_, reason) in decided.items()}
+
+
+class Round(NamedTuple):
+    """A round of training after more interactions came: its epochs, and its learning rates as parts of the run's."""
+
+    epochs: int
+    lr_scale: float
+    lr_decay: float
+
+
+def decide_round(given: Json, config: TrainConfig, *, epochs: int) -> tuple[Round, dict[str, str]]:
+    """Return the round of a run that trained for some epochs, and the reason of each decision by the option's name.
+
+    Args:
+        given: the values of `epochs`, `lr` and `lr_decay` that are given.
+        config: the options of the run.
+        epochs: epochs of the first round.
+
+    >>> decide_round({}, TrainConfig(lr=0.005), epochs=11)[0]
+    Round(epochs=3, lr_scale=1.0, lr_decay=0.316)
+    """
+    wanted = given.get("epochs", -(-epochs // _ROUND_SHARE))
+    lr = given.get("lr", config.lr)
+    decay = given.get("lr_decay", round(_ROUND_END ** (1 / max(1, wanted - 1)), 3))
+    found = {"epochs": f"a quarter of {epochs}", "lr": "as before", "lr_decay": f"to a tenth in {wanted} epochs"}
+    return Round(wanted, lr / config.lr, decay), {name: why for name, why in found.items() if name not in given}
 
 
 def _power_of_two(number: int) -> int:

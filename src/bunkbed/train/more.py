@@ -1,0 +1,151 @@
+"""More interactions for a trained run: its tables get rows for new users and items, and a new round of training begins.
+
+Protocol. A process that is killed at any point leaves the old or the new run at the path, whole:
+
+1. The writer's lock of the run is taken, so its last commit stays the last.
+2. The new run is made in ``.NAME.more`` next to the path, after the removal of a folder that an earlier process left
+   there: the dataset (`bunkbed.train.data.merge`), the tables and one commit. The rows are those of the best epoch,
+   with their optimizer state; a new row is what a larger table of the same seed has there.
+3. One system call exchanges the two folders (`bunkbed.files.durable.exchange`), and their parent folder is synced. From
+   then on the new run exists.
+4. The old run, now at ``.NAME.more``, is removed.
+
+Dataset, options and tables change together, so no reader of the folder mixes two vocabularies. The rejected
+alternative, another data folder and a commit in the same run, needs each reader to follow the folder of its commit.
+Readers that have the run open must open it again.
+
+The commit is kept as ``"best"`` where the run has a best epoch, so that `recommend` knows the new labels at once. The
+counts of epochs and steps go on. The round has its own learning rates: `Progress` has them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from bunkbed.core.budget import parse_bytes
+from bunkbed.core.types import Json
+from bunkbed.files.durable import exchange, require_real, sync_directory
+from bunkbed.files.run_files import RunFiles
+from bunkbed.maintenance.resharding import link_others
+from bunkbed.maintenance.rewriting import rewrite_rows
+from bunkbed.run.run import Run
+from bunkbed.sharded.base.shards import Shards
+from bunkbed.table.definition import Definition
+from bunkbed.train.data.merge import Merged, merge_datasets
+from bunkbed.train.data.prepare import prepare_dataset
+from bunkbed.train.data.store import open_dataset
+from bunkbed.train.data.stream import STREAM_FOLDER
+from bunkbed.train.output.progress import Progress
+from bunkbed.train.settings.auto import Round
+from bunkbed.train.settings.config import TrainConfig
+from bunkbed.train.settings.run_config import CONFIG_NAME, DATA_NAME, read_config, write_config
+
+__all__ = ["add_interactions", "remove_leftover"]
+
+_BEST = "best"
+#: Decides the round, by the progress of the run.
+Decide = Callable[[Progress], Round]
+
+
+def _part(place: Path) -> Path:
+    return place.with_name(f".{place.name}.more")
+
+
+def remove_leftover(folder: Path) -> None:
+    """Remove what a killed `add_interactions` left next to a run. Requires: the run's lock held."""
+    shutil.rmtree(_part(folder.resolve()), ignore_errors=True)
+
+
+def add_interactions(folder: Path, config: TrainConfig, file: Path, reading: Json, decide: Decide) -> Merged:
+    """Add the interactions of a file to a trained run, which then has a round of training to do.
+
+    Args:
+        folder: the run; no process may have it open for writing.
+        config: its options, with those that may change on resuming.
+        reading: options of `bunkbed.train.data.prepare.prepare_dataset` for the file.
+
+    Raises:
+        ValueError: the run is not trained to its end, or has kept snapshots. DataError: as `merge_datasets`; the file
+            cannot be read. TableLockedError: the run is open for writing. OSError: the disk is full or failing, or the
+            filesystem cannot exchange two folders. The run is as it was.
+    """
+    place = folder.resolve()
+    files = RunFiles(place)
+    lock = files.lock()
+    try:
+        part = _part(place)
+        require_real(part)
+        shutil.rmtree(part, ignore_errors=True)
+        try:
+            merged = _make(place, part, config, file, reading, decide)
+            sync_directory(part)
+            exchange(part, place)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        sync_directory(place.parent)
+        shutil.rmtree(part, ignore_errors=True)  # only now: until the sync, power loss could undo the exchange
+        return merged
+    finally:
+        files.unlock(lock)
+
+
+def _make(place: Path, part: Path, config: TrainConfig, file: Path, reading: Json, decide: Decide) -> Merged:
+    """Make the whole new run in `part`: step 2."""
+    half = parse_bytes(config.ram) // 2
+    ram_bytes = half if config.stream else None
+    with Run(place, half, mode="r") as run:
+        progress, names = _finished(run, config), run.snapshots()
+    best = _BEST if _BEST in names else None
+    with Run(part, half) as new:
+        fresh, data = part / "fresh", part / DATA_NAME
+        prepare_dataset(fresh, file, ram_bytes=ram_bytes, **reading)
+        data.mkdir()
+        merged = merge_datasets(place / DATA_NAME, fresh, data, ram_bytes)
+        shutil.rmtree(fresh)
+        grown = open_dataset(data)
+        epochs, lr_scale, lr_decay = decide(progress)
+        config = replace(config, epochs=progress.epoch + epochs)
+        progress = Progress(
+            epoch=progress.epoch,
+            global_step=progress.global_step,
+            before=progress.epoch,
+            first=progress.first or progress.epoch,
+            lr_scale=lr_scale,
+            lr_decay=lr_decay,
+        )
+        with Run(place, half, mode="r", snapshot=best) as run:
+            for name in run.table_names:
+                table = run.table(name)
+                rows = grown.num_users if name == "user" else grown.num_items
+                shards = {"shards": table.num_shards} if isinstance(table, Shards) else {}
+                create = {**replace(Definition.of(table), num_rows=rows).arguments(), **shards}
+                rewrite_rows(table, new.table(name, create=create), None)
+            dense = {name: run.read(name) for name in run.files}
+        new.commit(dense, progress.to_meta(config), best)
+    link_others(place, part, {DATA_NAME, STREAM_FOLDER, CONFIG_NAME, "test.json"})
+    write_config(part, {**read_config(place), "train": config.to_dict()})
+    return merged
+
+
+def _finished(run: Run, config: TrainConfig) -> Progress:
+    """Return the progress of a run that can get more interactions."""
+    if not run.version:
+        raise ValueError(f"{run.path}: has no commit yet; train it first: bunkbed train --resume {run.path}")
+    progress, _ = Progress.from_meta(run.meta, config)
+    if not progress.is_done(config):
+        raise ValueError(
+            f"{run.path}: its training is not finished (epoch {progress.epoch} of {config.epochs}); finish it first: "
+            f"bunkbed train --resume {run.path}"
+            + (f", or with --epochs {progress.epoch} to end it here" if progress.epoch and not progress.step else "")
+        )
+    others = sorted(set(run.snapshots()) - {_BEST})
+    if others:
+        raise ValueError(
+            f"{run.path}: has the kept snapshot {others[0]!r}, which larger tables cannot keep; copy it "
+            f"(bunkbed copy --snapshot {others[0]}), then drop it (bunkbed.Run.drop)"
+        )
+    return progress
