@@ -80,7 +80,7 @@ def test_untuned_judges_every_side_alike(tmp_path: Path) -> None:
 
 def test_sequences_judges_every_side_alike(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    done = run("-m", "benchmarks.cases.training.sequences", "--tiny", "--dir", str(tmp_path))
+    done = run("-m", "benchmarks.cases.training.sequences", "--tiny", "--train", "--epochs 6", "--dir", str(tmp_path))
     assert done.returncode == 0, done.stderr
     found = {line[11:29].strip(): line for line in done.stdout.splitlines() if line.startswith("tiny ")}
     ndcg = {side: float(line.split("ndcg@10 ")[1].split()[0]) for side, line in found.items()}
