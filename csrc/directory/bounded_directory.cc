@@ -51,21 +51,44 @@ class BoundedDirectory final : public Directory {
     bytes_ += store(row, entry, old == kAbsent);
   }
   bool grows() const override { return flat_ranges_ < ranges_.size(); }
-  size_t bytes_after(const int64_t* rows, size_t n) const override {
+  NewRows new_rows(const int64_t* rows, size_t n) const override {
+    NewRows found;
+    if (n < ranges_.size() / 16) {
+      for (size_t i = 0; i < n; ++i) found.emplace_back(index_of(rows[i]), 1);
+      std::sort(found.begin(), found.end());
+      size_t kept = 0;
+      for (size_t i = 1; i < found.size(); ++i) {
+        if (found[i].first == found[kept].first) {
+          ++found[kept].second;
+        } else {
+          found[++kept] = found[i];
+        }
+      }
+      if (!found.empty()) found.resize(kept + 1);
+      return found;
+    }
+    std::vector<size_t> counts(ranges_.size(), 0);
+    for (size_t i = 0; i < n; ++i) ++counts[index_of(rows[i])];
+    for (size_t r = 0; r < counts.size(); ++r) {
+      if (counts[r] > 0) found.emplace_back(r, counts[r]);
+    }
+    return found;
+  }
+  size_t bytes_after(const NewRows& coming) const override {
     size_t bytes = bytes_;
     size_t largest = 0;  // one range is copied while it grows or becomes flat
-    for (const auto& [r, coming] : per_range(rows, n)) {
+    for (const auto& [r, rows] : coming) {
       if (ranges_[r].flat != nullptr) continue;
       const size_t before = ranges_[r].hashed.bytes();
-      const size_t after = std::min(hashed_bytes(ranges_[r], coming), flat_bytes(r));
+      const size_t after = std::min(hashed_bytes(ranges_[r], rows), flat_bytes(r));
       if (after == before) continue;
       bytes += after - before;
       largest = std::max(largest, before);
     }
     return bytes + largest;
   }
-  void reserve(const int64_t* rows, size_t n) override {
-    for (const auto& [r, coming] : per_range(rows, n)) bytes_ += make_room(r, coming);
+  void reserve(const NewRows& coming) override {
+    for (const auto& [r, rows] : coming) bytes_ += make_room(r, rows);
   }
   size_t bytes() const override { return bytes_; }
   size_t bytes_for(uint64_t stored_rows) const override {
@@ -155,30 +178,6 @@ class BoundedDirectory final : public Directory {
   }
   static size_t hashed_bytes(const Range& range, size_t coming) {
     return range.hashed.capacity_after(coming) * kSlotBytes;
-  }
-  // The ranges of rows, with the number of rows of each.
-  std::vector<std::pair<size_t, size_t>> per_range(const int64_t* rows, size_t n) const {
-    std::vector<std::pair<size_t, size_t>> found;
-    if (n < ranges_.size() / 16) {
-      for (size_t i = 0; i < n; ++i) found.emplace_back(index_of(rows[i]), 1);
-      std::sort(found.begin(), found.end());
-      size_t kept = 0;
-      for (size_t i = 1; i < found.size(); ++i) {
-        if (found[i].first == found[kept].first) {
-          ++found[kept].second;
-        } else {
-          found[++kept] = found[i];
-        }
-      }
-      if (!found.empty()) found.resize(kept + 1);
-      return found;
-    }
-    std::vector<size_t> counts(ranges_.size(), 0);
-    for (size_t i = 0; i < n; ++i) ++counts[index_of(rows[i])];
-    for (size_t r = 0; r < counts.size(); ++r) {
-      if (counts[r] > 0) found.emplace_back(r, counts[r]);
-    }
-    return found;
   }
 
   // Makes room for so many new rows of a range. Returns the bytes that it takes more.

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 
 #include "base/mutex.h"
 #include "directory/lazy_zeros.h"
@@ -50,8 +51,9 @@ class FlatDirectory final : public Directory {
     home_groups_ += count == kGroupRows;
   }
   bool grows() const override { return false; }
-  size_t bytes_after(const int64_t*, size_t) const override { return bytes(); }
-  void reserve(const int64_t*, size_t) override {}
+  NewRows new_rows(const int64_t*, size_t) const override { return {}; }
+  size_t bytes_after(const NewRows&) const override { return bytes(); }
+  void reserve(const NewRows&) override {}
   size_t bytes() const override { return flat_directory_bytes(num_rows_); }
   size_t bytes_for(uint64_t) const override { return bytes(); }
   void clear() override {
@@ -174,23 +176,29 @@ class HashedDirectory final : public Directory {
     table_bytes_ += partition.bytes() - before;
   }
   bool grows() const override { return true; }
-  size_t bytes_after(const int64_t* rows, size_t n) const override {
-    const std::vector<uint32_t> coming = per_partition(rows, n);
-    size_t bytes = kPartitions * sizeof(Partition);
-    size_t largest = 0;  // one partition is copied while it grows
+  NewRows new_rows(const int64_t* rows, size_t n) const override {
+    const std::vector<uint32_t> counts = per_partition(rows, n);
+    NewRows found;
     for (size_t p = 0; p < kPartitions; ++p) {
-      const size_t capacity = partitions_[p].capacity_after(coming[p]);
-      bytes += capacity * kSlotBytes;
-      if (capacity != partitions_[p].capacity()) largest = std::max(largest, partitions_[p].bytes());
+      if (counts[p] > 0) found.emplace_back(p, counts[p]);
+    }
+    return found;
+  }
+  size_t bytes_after(const NewRows& coming) const override {
+    size_t bytes = this->bytes();
+    size_t largest = 0;  // one partition is copied while it grows
+    for (const auto& [p, rows] : coming) {
+      const size_t capacity = partitions_[p].capacity_after(rows);
+      if (capacity == partitions_[p].capacity()) continue;
+      bytes += (capacity - partitions_[p].capacity()) * kSlotBytes;
+      largest = std::max(largest, partitions_[p].bytes());
     }
     return bytes + largest;
   }
-  void reserve(const int64_t* rows, size_t n) override {
-    const std::vector<uint32_t> coming = per_partition(rows, n);
-    for (size_t p = 0; p < kPartitions; ++p) {
-      if (coming[p] == 0) continue;
+  void reserve(const NewRows& coming) override {
+    for (const auto& [p, rows] : coming) {
       const size_t before = partitions_[p].bytes();
-      partitions_[p].grow(partitions_[p].count() + coming[p]);
+      partitions_[p].grow(partitions_[p].count() + rows);
       table_bytes_ += partitions_[p].bytes() - before;
     }
   }
@@ -276,6 +284,20 @@ class HashedDirectory final : public Directory {
 Directory::Directory() {
   static std::atomic<uint64_t> directories{0};
   version_ = ++directories << 40;
+}
+
+void add_new_rows(const Directory::NewRows& more, Directory::NewRows* to) {
+  Directory::NewRows both;
+  both.reserve(to->size() + more.size());
+  std::merge(to->begin(), to->end(), more.begin(), more.end(), std::back_inserter(both));
+  to->clear();
+  for (const auto& [part, rows] : both) {
+    if (to->empty() || to->back().first != part) {
+      to->emplace_back(part, rows);
+    } else {
+      to->back().second += rows;
+    }
+  }
 }
 
 // A partition takes up to kGrowth times what its rows need and one slot, but kLeastSlots at least, and is copied while

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/types.h"
@@ -81,10 +82,14 @@ class Directory {
   virtual void set(int64_t row, Entry entry) = 0;
   // False when new rows take no memory.
   virtual bool grows() const = 0;
+  // The number of new rows for each part, {part, rows}, ascending, without parts that get none.
+  using NewRows = std::vector<std::pair<size_t, size_t>>;
+  // Counts distinct rows that have no entry.
+  virtual NewRows new_rows(const int64_t* rows, size_t n) const = 0;
   // Bytes that the directory takes during and after reserve() of these rows. The budget must allow them.
-  virtual size_t bytes_after(const int64_t* rows, size_t n) const = 0;
+  virtual size_t bytes_after(const NewRows& coming) const = 0;
   // Makes room so that set() of these rows cannot fail.
-  virtual void reserve(const int64_t* rows, size_t n) = 0;
+  virtual void reserve(const NewRows& coming) = 0;
   virtual size_t bytes() const = 0;
   // The most bytes while it grows to so many stored rows; an upper estimate.
   virtual size_t bytes_for(uint64_t stored_rows) const = 0;
@@ -131,6 +136,8 @@ inline constexpr uint64_t kFlatGroupRows = 128;  // a flat directory has one mor
 constexpr size_t flat_directory_bytes(uint64_t num_rows) {
   return num_rows > (uint64_t{1} << 60) / 6 ? uint64_t{1} << 60 : num_rows * 5 + 8 + num_rows / kFlatGroupRows + 1;
 }
+// Adds the new rows of `more`, which are other ones.
+void add_new_rows(const Directory::NewRows& more, Directory::NewRows* to);
 size_t hashed_directory_bytes(uint64_t stored_rows);                      // an upper estimate
 size_t bounded_directory_bytes(uint64_t num_rows, uint64_t stored_rows);  // the same, whichever rows are stored
 

@@ -134,13 +134,15 @@ void Store::hold_row(uint32_t frame, int64_t row) {
   if (!window_.is_empty()) cache_.set_next_use(frame, window_.next_use(row));
 }
 
-void Store::make_room_for_rows(const int64_t* rows, size_t n) {
-  if (n == 0) return;
-  const size_t bytes = directory_->bytes_after(rows, n);
+void Store::reserve(const Directory::NewRows& coming) {
+  if (coming.empty()) return;
+  const size_t bytes = directory_->bytes_after(coming);
   if (plan_.total_bytes != 0) {
     if (bytes > directory_->bytes() && bytes > most_directory_bytes(plan_, frame_bytes_)) {
+      size_t rows = 0;
+      for (const auto& [part, count] : coming) rows += count;
       throw Error(ErrorKind::kMemory,
-                  "table '" + name_ + "': " + std::to_string(n) + " new rows would make its directory " +
+                  "table '" + name_ + "': " + std::to_string(rows) + " new rows would make its directory " +
                       std::to_string(bytes) + " bytes (it has " + held_entries(*directory_) +
                       "), more than its RAM budget of " + std::to_string(plan_.total_bytes) +
                       " bytes allows; nothing was changed; open it with ram=" + std::to_string(budget_for(bytes)) +
@@ -150,7 +152,7 @@ void Store::make_room_for_rows(const int64_t* rows, size_t n) {
     // Shrinks by a little more than needed, so that a growing directory does not shrink the cache in every step.
     if (capacity < cache_.capacity()) shrink_to(std::max(kMinFrames, capacity - capacity / 64));
   }
-  directory_->reserve(rows, n);
+  directory_->reserve(coming);
 }
 
 void Store::shrink_to(size_t capacity) {
@@ -164,15 +166,16 @@ void Store::shrink_to(size_t capacity) {
 bool Store::must_shrink_for(const int64_t* rows, size_t n) const {
   if (!directory_->grows()) return false;
   const std::vector<int64_t> absent = absent_rows(*directory_, rows, n);
-  return !absent.empty() && capacity_for(directory_->bytes_after(absent.data(), absent.size())) < cache_.capacity();
+  if (absent.empty()) return false;
+  return capacity_for(directory_->bytes_after(directory_->new_rows(absent.data(), absent.size()))) < cache_.capacity();
 }
 
-void Store::reserve_rows(const int64_t* rows, size_t n, const Admission* admission) {
-  if (!directory_->grows()) return;
+Directory::NewRows Store::new_rows(const int64_t* rows, size_t n, const Admission* admission) const {
+  if (!directory_->grows()) return {};
   std::vector<int64_t> absent = absent_rows(*directory_, rows, n);  // of rows that are counted, none gets a new entry
   if (admission != nullptr && !admission->counts() && !fault_is("admission_by_place"))
     admission->remove_refused(&absent);
-  make_room_for_rows(absent.data(), absent.size());
+  return directory_->new_rows(absent.data(), absent.size());
 }
 
 void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bool overwrite,

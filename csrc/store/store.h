@@ -66,7 +66,7 @@ class Counts {
   // The time of the last forget(); a count is never raised at an earlier one.
   int64_t since() const { return since_; }
   void set_since(int64_t time) { since_ = time; }
-  // Gives distinct rows these counts, but for those that are stored. Requires Store::reserve_rows().
+  // Gives distinct rows these counts, but for those that are stored. Requires Store::reserve().
   void set(const int64_t* rows, const Entry* counts, size_t n);
   // Calls `visit` with all counts, in any order.
   void each(const std::function<void(int64_t row, Entry count)>& visit) const;
@@ -112,11 +112,13 @@ class Store {
            const Admission* admission = nullptr);
   // The same for a lookup of stored rows that were just located. `entries`: where they are.
   void pin_stored(const int64_t* rows, const Entry* entries, size_t n, uint32_t* frames);
-  // Reserves directory space for the rows of these distinct rows that are not stored, and shrinks the cache if needed.
-  // Throws Error(kMemory), with nothing changed, when the budget has no room. After it, pin(create) of any of these
-  // rows cannot fail for lack of directory space. `admission`: the one that pin(create) will have.
-  void reserve_rows(const int64_t* rows, size_t n, const Admission* admission = nullptr);
-  // Whether reserve_rows() of these rows, all admitted, removes frames. If so, no frame may be loading when it is
+  // Counts the rows of these distinct rows that are not stored and get an entry by pin(create) with this admission.
+  Directory::NewRows new_rows(const int64_t* rows, size_t n, const Admission* admission = nullptr) const;
+  // Reserves directory space for new rows, and shrinks the cache if needed. Throws Error(kMemory), with nothing
+  // changed, when the budget has no room. After it, pin(create) of any of these rows cannot fail for lack of directory
+  // space.
+  void reserve(const Directory::NewRows& coming);
+  // Whether reserve() for these rows, all admitted, removes frames. If so, no frame may be loading when it is
   // called.
   bool must_shrink_for(const int64_t* rows, size_t n) const;
   // Removes the pins of the last pin(). There are none when all its rows were in RAM already.
@@ -225,7 +227,6 @@ class Store {
   }
   size_t capacity_for(size_t directory_bytes) const;
   void check_budget() const;  // throws Error(kMemory) when the budget is smaller than the minimum
-  void make_room_for_rows(const int64_t* rows, size_t n);
   void shrink_to(size_t capacity);
 
   const std::string name_;

@@ -44,7 +44,7 @@ void CountedIds::set(const int64_t* ids, const int64_t* counts, const int64_t* t
     }
     entries[i] = entry_of_count(static_cast<uint32_t>(counts[i]), times[i]);
   }
-  t.store->reserve_rows(ids, n);
+  t.store->reserve(t.store->new_rows(ids, n));
   t.store->counts().set(ids, entries.data(), n);
   if (n > 0) t.mark_changed();
 }

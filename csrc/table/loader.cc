@@ -199,7 +199,7 @@ bool Loader::replay_onto(const Manifest& newest) {
   try {
     Cache& cache = table_.store->cache();
     const auto reserve = [this](const int64_t* ids, size_t n)
-                             REQUIRES(table_.lock) { table_.store->reserve_rows(ids, n); };
+                             REQUIRES(table_.lock) { table_.store->reserve(table_.store->new_rows(ids, n)); };
     const auto give_up = [&](Entry before) {
       uint64_t position = position_of(before);
       if (is_frame(before)) {

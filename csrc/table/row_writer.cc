@@ -127,13 +127,13 @@ void RowWriter::finish_step(const Step& step) {
 // Reserves directory space for the rows of the batch that the step will store.
 void RowWriter::reserve_for(const Batch& batch, const Step& step) {
   if (table_.store->rows().is_placed(batch)) return;
-  table_.store->reserve_rows(batch.unique().data(), batch.num_unique(), step.draws());
+  table_.store->reserve(table_.store->new_rows(batch.unique().data(), batch.num_unique(), step.draws()));
 }
 
 void RowWriter::check_change(const Batch& batch, bool is_step, std::optional<double> lr, std::optional<int64_t> step) {
   const auto guard = lock_to_write(batch.unique().data(), batch.num_unique(), &batch);
   if (is_step) return reserve_for(batch, next_step(lr, step));
-  table_.store->reserve_rows(batch.unique().data(), batch.num_unique());
+  table_.store->reserve(table_.store->new_rows(batch.unique().data(), batch.num_unique()));
 }
 
 void RowWriter::update(const Batch& batch, const float* sums, std::optional<double> lr, std::optional<int64_t> step) {
@@ -158,6 +158,7 @@ void RowWriter::update(const int64_t* ids, size_t n, const float* grads, std::op
   // Everything is validated before anything is written. The sums are kept when the scratch has room, otherwise computed
   // a second time.
   float* sums = nullptr;
+  Directory::NewRows coming;  // of all parts: each part may fit where together they do not
   for (size_t p = 0; p < parts; ++p) {
     select(p);
     const size_t floats = batch.num_unique() * dim;
@@ -166,8 +167,9 @@ void RowWriter::update(const int64_t* ids, size_t n, const float* grads, std::op
       sums = table_.scratch.sums.data();
     }
     if (!std::isfinite(sum_gradients(batch, grads, dim, sums).rounded())) not_finite(batch, ids, n, grads);
-    reserve_for(batch, next);
+    add_new_rows(table_.store->new_rows(batch.unique().data(), batch.num_unique(), next.draws()), &coming);
   }
+  table_.store->reserve(coming);
 
   write_rows("an update", [&](bool* wrote) REQUIRES(table_.lock) {
     for (size_t p = 0; p < parts; ++p) {
@@ -284,13 +286,15 @@ void RowWriter::set(const int64_t* ids, size_t n, size_t field, const float* val
   Batch& batch = table_.scratch.batch;
   const auto select = [&](size_t p) REQUIRES(table_.lock) {
     table_.assign_part(&batch, ids, n, p, parts);
-    table_.store->reserve_rows(batch.unique().data(), batch.num_unique());
+    return table_.store->new_rows(batch.unique().data(), batch.num_unique());
   };
-  for (size_t p = 0; p < parts; ++p) select(p);
+  Directory::NewRows coming;  // of all parts
+  for (size_t p = 0; p < parts; ++p) add_new_rows(select(p), &coming);
+  table_.store->reserve(coming);
   BlockVector<uint32_t>& frames = table_.scratch.frames;
   write_rows("a set()", [&](bool* wrote) REQUIRES(table_.lock) {
     for (size_t p = 0; p < parts; ++p) {
-      if (parts > 1) select(p);  // another thread may have changed the ids
+      if (parts > 1) table_.store->reserve(select(p));  // another thread may have changed the ids
       for (size_t begin = 0; begin < batch.num_unique();) {
         const size_t count = std::min(table_.store->max_pinned(), batch.num_unique() - begin);
         frames.resize(count);
@@ -371,7 +375,7 @@ void RowWriter::scatter_records(const int64_t* ids, size_t n, const std::byte* r
   require_distinct(ids, n);
   const bool is_write_back = device_.is_write_back(ids, n);
   if (!is_write_back) device_.release_for_change(ids, n);
-  table_.store->reserve_rows(ids, n);
+  table_.store->reserve(table_.store->new_rows(ids, n));
   BlockVector<uint32_t>& frames = table_.scratch.frames;
   write_rows("a write of records", [&](bool* wrote) REQUIRES(table_.lock) {
     for (size_t begin = 0; begin < n;) {

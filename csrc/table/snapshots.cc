@@ -53,7 +53,7 @@ void Snapshots::rewind_in_ram(const std::string& name, std::optional<uint64_t> e
   table_.broken = "going back to an earlier commit failed";  // unless it succeeds
   loader_.drop_store();
   loader_.make_store_in_ram();
-  table_.store->reserve_rows(found.rows.data(), found.rows.size());
+  table_.store->reserve(table_.store->new_rows(found.rows.data(), found.rows.size()));
   constexpr size_t kRows = 1024;
   for (size_t begin = 0; begin < found.rows.size(); begin += kRows) {
     const size_t count = std::min(kRows, found.rows.size() - begin);
@@ -67,7 +67,7 @@ void Snapshots::rewind_in_ram(const std::string& name, std::optional<uint64_t> e
   }
   table_.store->counts().set_since(found.counts_since);
   if (!fault_is("counts_not_rewound")) {
-    table_.store->reserve_rows(found.counted.data(), found.counted.size());
+    table_.store->reserve(table_.store->new_rows(found.counted.data(), found.counted.size()));
     table_.store->counts().set(found.counted.data(), found.counts.data(), found.counts.size());
   }
   table_.broken.clear();

@@ -24,9 +24,10 @@ class CountingDirectory final : public Directory {
     follow();
   }
   bool grows() const override { return below_->grows(); }
-  size_t bytes_after(const int64_t* rows, size_t n) const override { return below_->bytes_after(rows, n); }
-  void reserve(const int64_t* rows, size_t n) override {
-    below_->reserve(rows, n);
+  NewRows new_rows(const int64_t* rows, size_t n) const override { return below_->new_rows(rows, n); }
+  size_t bytes_after(const NewRows& coming) const override { return below_->bytes_after(coming); }
+  void reserve(const NewRows& coming) override {
+    below_->reserve(coming);
     follow();
   }
   size_t bytes() const override { return below_->bytes(); }

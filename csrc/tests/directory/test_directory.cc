@@ -44,8 +44,8 @@ void compare_with_map(Directory* directory, int64_t num_rows, uint64_t seed) {
     for (const auto& [row, entry] : coming) {
       if (entry != kAbsent && !model.contains(row)) rows.push_back(row);
     }
-    const size_t allowed = directory->bytes_after(rows.data(), rows.size());
-    directory->reserve(rows.data(), rows.size());
+    const size_t allowed = directory->bytes_after(directory->new_rows(rows.data(), rows.size()));
+    directory->reserve(directory->new_rows(rows.data(), rows.size()));
     CHECK(directory->bytes() <= allowed);
     for (const auto& [row, entry] : coming) {
       directory->set(row, entry);
@@ -98,13 +98,13 @@ TEST(directory_with_a_bound_takes_the_fewer_bytes_of_both_forms) {
         std::vector<int64_t> rows;
         for (uint64_t i = row; i < std::min(row + batch, num_rows); ++i)
           rows.push_back(static_cast<int64_t>(i * step % num_rows));
-        const size_t allowed = directory->bytes_after(rows.data(), rows.size());
+        const size_t allowed = directory->bytes_after(directory->new_rows(rows.data(), rows.size()));
         CHECK(allowed <= bounded_directory_bytes(num_rows, row + rows.size()));
         CHECK(allowed <= directory->bytes_for(row + rows.size()));
-        directory->reserve(rows.data(), rows.size());
+        directory->reserve(directory->new_rows(rows.data(), rows.size()));
         const size_t reserved = directory->bytes();
         CHECK(reserved <= allowed);
-        hashed->reserve(rows.data(), rows.size());
+        hashed->reserve(hashed->new_rows(rows.data(), rows.size()));
         for (const int64_t id : rows) {
           directory->set(id, entry_of_position(static_cast<uint64_t>(id)));
           hashed->set(id, entry_of_position(1));
@@ -167,12 +167,12 @@ TEST(directory_estimate_holds_growing_one_by_one_and_at_once) {
     std::vector<int64_t> ids;
     for (size_t i = 0; i < rows; ++i) ids.push_back(static_cast<int64_t>(i * 11));
     const auto at_once = make_hashed_directory();
-    CHECK(at_once->bytes_after(ids.data(), rows) <= hashed_directory_bytes(rows));
+    CHECK(at_once->bytes_after(at_once->new_rows(ids.data(), rows)) <= hashed_directory_bytes(rows));
     const auto one_by_one = make_hashed_directory();
     size_t most = 0;
     for (const int64_t id : ids) {
-      most = std::max(most, one_by_one->bytes_after(&id, 1));
-      one_by_one->reserve(&id, 1);
+      most = std::max(most, one_by_one->bytes_after(one_by_one->new_rows(&id, 1)));
+      one_by_one->reserve(one_by_one->new_rows(&id, 1));
       one_by_one->set(id, entry_of_position(1));
     }
     CHECK(most <= hashed_directory_bytes(rows));

@@ -39,7 +39,7 @@ class LogParts {
   void append(int64_t row) {
     const Entry before = directory->find(row);
     CHECK(!is_frame(before));
-    directory->reserve(&row, 1);
+    directory->reserve(directory->new_rows(&row, 1));
     ++written[row];
     const uint64_t position = log.append(row, record_of(row).data());
     if (is_position(before)) --log.segment_of(position_of(before)).live;
@@ -70,7 +70,7 @@ class LogParts {
     cache.admit(frame, row);
     cache.info(frame).pinned = 0;
     if (is_position(before)) cache.info(frame).position = position_of(before);
-    directory->reserve(&row, 1);
+    directory->reserve(directory->new_rows(&row, 1));
     directory->set(row, entry_of_frame(frame));
     return frame;
   }

@@ -145,7 +145,7 @@ TEST(compaction_of_a_commits_records_waits_for_its_end) {
     for (uint64_t i = 0; i < kCommitted; ++i) {  // as Store does for frozen records
       const int64_t row = log.next_new++;
       const std::array<std::byte, LogParts::kPayload> record{};
-      log.directory->reserve(&row, 1);
+      log.directory->reserve(log.directory->new_rows(&row, 1));
       log.directory->set(row, entry_of_position(log.log.append_ending(row, record.data())));
     }
     log.scheduler.add_commit_debt(kCommitted);

@@ -37,7 +37,7 @@ struct StoreParts {
   void write(const std::vector<int64_t>& rows) {
     for (const int64_t row : rows) {
       uint32_t frame;
-      store->reserve_rows(&row, 1);
+      store->reserve(store->new_rows(&row, 1));
       store->pin(&row, 1, true, &frame);
       reinterpret_cast<int64_t*>(store->cache().record(frame))[0] = row;
       store->mark_dirty(frame);
@@ -84,7 +84,7 @@ TEST(store_appends_the_victims_of_a_load_by_cell) {
   parts.write(range(0, 64));
   std::vector<uint32_t> frames(60);
   const std::vector<int64_t> rows = range(100, 160);
-  store.reserve_rows(rows.data(), rows.size());
+  store.reserve(store.new_rows(rows.data(), rows.size()));
   store.pin(rows.data(), rows.size(), true, frames.data());
   store.unpin(frames.data(), frames.size());
   std::vector<std::pair<uint64_t, int64_t>> appended;  // position, row
@@ -110,7 +110,7 @@ TEST(store_load_that_cannot_evict_loses_nothing) {
     Store& store = *parts.store;
     parts.write(range(0, 64));
     const std::vector<int64_t> rows = range(100, 150);
-    store.reserve_rows(rows.data(), rows.size());
+    store.reserve(store.new_rows(rows.data(), rows.size()));
     std::vector<uint32_t> frames(rows.size());
     arm_failpoint("evict", at + 1, FailpointAction::kError, 0);
     CHECK_THROWS(store.pin(rows.data(), rows.size(), true, frames.data()), ErrorKind::kSystem, "");

@@ -165,6 +165,43 @@ TEST(table_directory_grows_at_the_smallest_budget) {
   check_table_is(table.get(), rows, "after growing");
 }
 
+// A change of more ids than the scratch memory takes is made in parts. Each part's rows may have room in the directory
+// where those of all parts together do not.
+TEST(table_change_in_parts_without_room_for_all_changes_nothing) {
+  for (const int64_t num_rows : {int64_t{-1}, int64_t{4'000'000}}) {
+    for (const bool is_step : {true, false}) {
+      const Sandbox sandbox;
+      FaultVfs vfs;
+      const TableSpec spec = whole_numbers(num_rows, 4);
+      auto table = Table::create(vfs, sandbox / "t", "t", spec, size_t{4} << 20);
+      constexpr size_t kNew = 60'000;
+      bool is_full = false;
+      for (int64_t first = 0; !is_full && first < 3'900'000; first += int64_t{kNew} * 7) {
+        std::vector<int64_t> ids;
+        for (size_t i = 0; i < kNew; ++i) ids.push_back(first + static_cast<int64_t>(i) * 7);
+        const std::vector<float> ones(kNew * spec.dim, 1.0f);
+        const uint64_t stored = table->stats().stored_rows;
+        const int64_t step = table->step();
+        try {
+          if (is_step) {
+            table->update(ids.data(), ids.size(), ones.data(), {}, {});
+          } else {
+            table->set(ids.data(), ids.size(), 0, ones.data());
+          }
+          CHECK_EQ(table->stats().stored_rows, stored + kNew);
+        } catch (const Error& error) {
+          CHECK(error.kind() == ErrorKind::kMemory);
+          CHECK(std::string(error.what()).find(std::to_string(kNew) + " new rows") != std::string::npos);
+          CHECK_EQ(table->stats().stored_rows, stored);
+          CHECK_EQ(table->step(), step);
+          is_full = true;
+        }
+      }
+      CHECK(is_full);
+    }
+  }
+}
+
 TEST(table_scan_meets_every_row_while_others_look_up_and_commit) {
   const TableSpec spec = whole_numbers(3000, 64);
   FaultVfs vfs;
