@@ -69,6 +69,14 @@ def test_serving_prints_the_age_of_a_reader(tmp_path: Path) -> None:
     assert done.returncode == 0 and "age: p50" in done.stdout, done.stderr
 
 
+def test_more_compares_with_training_on_all(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    done = run("-m", "benchmarks.cases.training.more", "--tiny", "--dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    line = next(line for line in done.stdout.splitlines() if "of training on all" in line)
+    assert float(line.split("ndcg@10 ")[1].split()[0]) > 0.7 and "of the time" in line
+
+
 def test_untuned_judges_every_side_alike(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     done = run("-m", "benchmarks.cases.training.untuned", "--tiny", "--dir", str(tmp_path))

@@ -214,7 +214,7 @@ def test_a_round_goes_on_from_the_best_epoch(cli: Run, files: Path) -> None:
     assert users_added > 0 and items_added > 0 and added > 50
     said = f"new.csv  {added} new pairs, {users_added} new users, {items_added} new items; {89 - added} repeated pairs"
     assert out.splitlines()[0].startswith(said)
-    assert "auto    lr 0.02 (as before), lr-decay 0.1 (to a tenth in 2 epochs)" in out.splitlines()[1]
+    assert "auto    lr 0.01 (half of the run's), lr-decay 0.2 (to a fifth in 2 epochs)" in out.splitlines()[1]
     assert [epoch for epoch, _, _ in metrics_of("run")] == [1, 2, 3, 4] and metrics_of("run")[:2] == first
     assert labels(data)[: len(before.train)] == labels(before)
     with Recommender.load("run") as model:
@@ -386,14 +386,14 @@ def test_other_columns_are_read_where_they_are_named(cli: Run, files: Path) -> N
     assert code == 0, err
     first = json.loads(out.splitlines()[0])
     assert first["kind"] == "more" and (first["pairs"], first["users"], first["repeated"]) == (2, 1, 0)
-    assert first["options"]["lr"] == {"value": 0.02, "reason": "as before"}
+    assert first["options"]["lr"] == {"value": 0.01, "reason": "half of the run's"}
     assert "late" in load_dataset("run/data").train.user_vocab.array.to_pylist()
 
 
 def test_rule_of_the_round() -> None:
     config = TrainConfig(lr=0.01)
     (found, reasons) = decide_round({}, config, epochs=13)
-    assert found == (4, 1.0, 0.464) and set(reasons) == {"epochs", "lr", "lr_decay"}
+    assert found == (4, 0.5, 0.585) and set(reasons) == {"epochs", "lr", "lr_decay"}
     assert [decide_round({}, config, epochs=epochs)[0].epochs for epochs in (1, 4, 5)] == [1, 1, 2]
     (found, reasons) = decide_round({"epochs": 4, "lr": 0.02, "lr_decay": 0.9}, config, epochs=13)
     assert found == (4, 2.0, 0.9) and not reasons

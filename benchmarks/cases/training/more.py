@@ -3,9 +3,9 @@
     python -m benchmarks.cases.training.more                 # every data set, three seeds
     python -m benchmarks.cases.training.more ml-100k dense
 
-A run is trained on 90 % of the training pairs without options, then the other 10 % are added. It is compared with a run
-that is trained on all pairs. MovieLens-100k is divided by time, the other data sets (`untuned`) by chance. All runs rank
-the same held-out pairs. Times are those of whole processes, and of the training without starting the process and
+A run is trained on 90 % of the training pairs without options, then the other 10 % are added. It is compared with a
+run that is trained on all pairs. MovieLens-100k is divided by time, the other data sets (`untuned`) by chance. All runs
+rank the same held-out pairs. Times are those of whole processes, and of the training without starting the process and
 reading the file.
 """
 
@@ -56,11 +56,10 @@ def main(arguments: list[str] | None = None) -> None:
             with tempfile.TemporaryDirectory(dir=chosen.dir) as folder:
                 found.append(compared(Path(folder), name, chosen, seed))
         means = np.mean(found, axis=0)
-        print(
-            f"{name:10} of training on all: ndcg@{K.get(name, 10)} {means[0]:.3f} (90 % alone {means[1]:.3f}), recall@20 "
-            f"{means[2]:.3f} ({means[3]:.3f}), process {means[4]:.2f} and training {means[5]:.2f} of the time",
-            flush=True,
-        )
+        quality = f"ndcg@{K.get(name, 10)} {means[0]:.3f} (90 % alone {means[1]:.3f})"
+        quality += f", recall@20 {means[2]:.3f} ({means[3]:.3f})"
+        print(f"{name:10} of training on all: {quality}", end="")
+        print(f", process {means[4]:.2f} and training {means[5]:.2f} of the time", flush=True)
 
 
 def compared(folder: Path, name: str, chosen: Any, seed: int) -> list[float]:
