@@ -13,7 +13,7 @@ from bunkbed.train.settings.config import TrainConfig
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"model": "als"}, ValueError, "option model must be one of mf, gmf, neumf, two-tower, got 'als'"),
+        ({"model": "als"}, ValueError, "option model must be one of mf, gmf, neumf, two-tower, sasrec, got 'als'"),
         ({"loss": "hinge"}, ValueError, "option loss must be one of bpr, bce, softmax, ccl, got 'hinge'"),
         ({"sampling": "zipf"}, ValueError, "option sampling must be one of uniform, popularity, got 'zipf'"),
         ({"layers": "8"}, ValueError, "option layers='8' needs model neumf or two-tower, got model 'mf'"),
@@ -92,7 +92,8 @@ def test_a_perceptron_chooses_its_layers_by_dim():
 
 def test_an_unknown_option_lists_those_that_exist():
     with pytest.raises(
-        ValueError, match=r"unknown option 'learning_rate'; the options are model, layers, loss, dim, .*threads"
+        ValueError,
+        match=r"unknown option 'learning_rate'; the options are model, layers, length, dropout, loss, dim, .*threads",
     ):
         TrainConfig.from_dict({"learning_rate": 1})
 

@@ -180,13 +180,13 @@ class TrainConfig:
         "self-attention over the last items (sasrec).",
         choices=("mf", "gmf", "neumf", "two-tower", "sasrec"),
     )
+    layers: str = option(
+        "", MODEL, "Widths of the hidden layers of a perceptron; default: chosen by --dim.", metavar="N,N"
+    )
     length: int | None = option(
         None, MODEL, "sasrec: score by this many of the user's last items; default: 50.", least=1
     )
     dropout: float | None = option(None, MODEL, "sasrec: drop this share of the numbers in a step; default: 0.2.")
-    layers: str = option(
-        "", MODEL, "Widths of the hidden layers of a perceptron; default: chosen by --dim.", metavar="N,N"
-    )
     loss: str = option(
         "bpr",
         LEARNING,
