@@ -71,7 +71,7 @@ def test_serving_prints_the_age_of_a_reader(tmp_path: Path) -> None:
 
 def test_more_compares_with_training_on_all(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    done = run("-m", "benchmarks.cases.training.more", "--tiny", "--dir", str(tmp_path))
+    done = run("-m", "benchmarks.cases.recommenders.more", "--tiny", "--dir", str(tmp_path))
     assert done.returncode == 0, done.stderr
     line = next(line for line in done.stdout.splitlines() if "of training on all" in line)
     assert float(line.split("ndcg@10 ")[1].split()[0]) > 0.7 and "of the time" in line
@@ -88,7 +88,9 @@ def test_untuned_judges_every_side_alike(tmp_path: Path) -> None:
 
 def test_sequences_judges_every_side_alike(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    done = run("-m", "benchmarks.cases.training.sequences", "--tiny", "--train", "--epochs 6", "--dir", str(tmp_path))
+    done = run(
+        "-m", "benchmarks.cases.recommenders.sequences", "--tiny", "--train", "--epochs 6", "--dir", str(tmp_path)
+    )
     assert done.returncode == 0, done.stderr
     found = {line[11:29].strip(): line for line in done.stdout.splitlines() if line.startswith("tiny ")}
     ndcg = {side: float(line.split("ndcg@10 ")[1].split()[0]) for side, line in found.items()}

@@ -4,7 +4,7 @@ Protocol. A process that is killed at any point leaves the old or the new run at
 
 1. The writer's lock of the run is taken, so its last commit stays the last.
 2. The new run is made in ``.NAME.more`` next to the path, after the removal of a folder that an earlier process left
-   there: the dataset (`bunkbed.train.data.merge`), the tables and one commit. The rows are those of the best epoch,
+   there: the dataset (`bunkbed.train.merge`), the tables and one commit. The rows are those of the best epoch,
    with their optimizer state; a new row is what a larger table of the same seed has there.
 3. One system call exchanges the two folders (`bunkbed.files.durable.exchange`), and their parent folder is synced. From
    then on the new run exists.
@@ -34,10 +34,10 @@ from bunkbed.maintenance.rewriting import rewrite_rows
 from bunkbed.run.run import Run
 from bunkbed.sharded.base.shards import Shards
 from bunkbed.table.definition import Definition
-from bunkbed.train.data.merge import Merged, merge_datasets
 from bunkbed.train.data.prepare import prepare_dataset
 from bunkbed.train.data.store import open_dataset
 from bunkbed.train.data.stream import STREAM_FOLDER
+from bunkbed.train.merge import Merged, merge_datasets
 from bunkbed.train.output.progress import Progress
 from bunkbed.train.settings.auto import Round
 from bunkbed.train.settings.config import TrainConfig

@@ -67,7 +67,7 @@ class Interactions:
         empty_users: number of adjacency lines of a user without items, which contain no pair.
         low_ratings: number of rows that were left out because their rating is below the threshold.
         mean_rating: the rating whose weight is 1; 0 without weights.
-        rounds: how many pairs the run had when each later file came (`bunkbed.train.data.merge`).
+        rounds: how many pairs the run had when each later file came (`bunkbed.train.merge`).
         weights: factor of each pair's loss, ``float32[N]``; None: ones.
     """
 

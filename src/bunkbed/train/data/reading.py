@@ -106,6 +106,7 @@ class Reading:
                 "empty_users": source.empty_users,
                 "low_ratings": self._low_ratings[at],
                 "mean_rating": 0.0 if at else self._mean_rating,
+                "rounds": [],
             }
         if self._split != "random":
             train = about["train"]

@@ -5,7 +5,7 @@ One sort by (user, key, place) serves splits in memory (`split`) and on disk (`b
 then adjacent, with the pairs to hold out last. `bunkbed.train.data.reading` has put the pairs in the order of their
 times, and has taken out those of the test.
 
-Of a run that got more pairs (`bunkbed.train.data.merge`), a pair that was trained on is never held out later: the pairs
+Of a run that got more pairs (`bunkbed.train.merge`), a pair that was trained on is never held out later: the pairs
 of a user are taken round by round. What was held out stays so, and what the user then lacks is drawn among the pairs of
 the new round. Where the last pairs are held out this needs no rounds, because later pairs come after all others.
 """

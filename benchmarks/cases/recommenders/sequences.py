@@ -1,7 +1,7 @@
 """`bunkbed train --model sasrec` against MF: the next item of each user, with no option but --model and --time-col.
 
-    python -m benchmarks.cases.training.sequences               # both data sets, three seeds
-    python -m benchmarks.cases.training.sequences ml-100k --seeds 1
+    python -m benchmarks.cases.recommenders.sequences               # both data sets, three seeds
+    python -m benchmarks.cases.recommenders.sequences ml-100k --seeds 1
 
 Data sets: MovieLens-100k, and a planted Markov chain. In the chain each item has five likely successors; after an item
 comes one of these with probability .8, by geometric weights, otherwise any item in proportion to its popularity. A user

@@ -23,12 +23,12 @@ pytest.importorskip("matplotlib")
 import bunkbed as bb
 from bunkbed.train import Recommender
 from bunkbed.train.data.interactions import Dataset, read_dataset
-from bunkbed.train.data.merge import Merged, merge_datasets
 from bunkbed.train.data.prepare import prepare_dataset
 from bunkbed.train.data.splits import split
 from bunkbed.train.data.store import load_dataset, open_dataset
 from bunkbed.train.data.stream import open_split
 from bunkbed.train.data.vocab import DataError
+from bunkbed.train.merge import Merged, merge_datasets
 from bunkbed.train.settings.auto import decide_round
 from bunkbed.train.settings.config import TrainConfig
 

@@ -1,7 +1,7 @@
 """Quality and time of `bunkbed train --resume RUN --more FILE` against training on all interactions.
 
-    python -m benchmarks.cases.training.more                 # every data set, three seeds
-    python -m benchmarks.cases.training.more ml-100k dense
+    python -m benchmarks.cases.recommenders.more                 # every data set, three seeds
+    python -m benchmarks.cases.recommenders.more ml-100k dense
 
 A run is trained on 90 % of the training pairs without options, then the other 10 % are added. It is compared with a
 run that is trained on all pairs. MovieLens-100k is divided by time, the other data sets (`untuned`) by chance. All runs

@@ -1,0 +1,1 @@
+"""Cases of `bunkbed train`: other models, and more interactions."""
