@@ -29,6 +29,7 @@ from bunkbed.train.data.store import load_dataset, open_dataset
 from bunkbed.train.data.stream import open_split
 from bunkbed.train.data.vocab import DataError
 from bunkbed.train.merge import Merged, merge_datasets
+from bunkbed.train.output.progress import Progress
 from bunkbed.train.settings.auto import decide_round
 from bunkbed.train.settings.config import TrainConfig
 
@@ -97,7 +98,8 @@ def merged(folder: Path, old: Path, new: Path, **options: Any) -> tuple[Dataset,
 @pytest.mark.parametrize("by", ["random", "last", "time:0.8"])
 def test_merged_pairs_are_those_of_one_file(by: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    pairs = [(*pair, at) for at, pair in enumerate(pairs_of(rng, 700, 40, 50))]
+    drawn = pairs_of(rng, 500, 40, 50) + pairs_of(rng, 200, 50, 60)
+    pairs = [(*pair, at) for at, pair in enumerate(drawn)]
     header = "user,item,at"
     whole = write(tmp_path / "all.csv", pairs, header)
     old, new = write(tmp_path / "old.csv", pairs[:500], header), write(tmp_path / "new.csv", pairs[500:], header)
@@ -107,7 +109,7 @@ def test_merged_pairs_are_those_of_one_file(by: str, tmp_path: Path) -> None:
     assert data.train.user_vocab.array.equals(expected.train.user_vocab.array)
     assert data.train.item_vocab.array.equals(expected.train.item_vocab.array)
     assert (data.cold_users, data.cold_items) == (expected.cold_users, expected.cold_items)
-    assert found.pairs + found.repeated == 200
+    assert found.pairs + found.repeated == 200 and found.users > 3 and found.items > 3
     parts = ["train"] if by == "random" else ["train", "test"]
     for part in parts:
         # With `last` the test of the old file comes after its other pairs; the order within a user is the same.
@@ -234,9 +236,11 @@ def test_a_round_goes_on_from_the_best_epoch(cli: Run, files: Path) -> None:
 
 
 def test_the_larger_tables_are_the_old_ones_and_initial_rows(cli: Run, files: Path, monkeypatch: Any) -> None:
-    assert cli("train", "old.csv", *SMALL, "--out", "run", "--optimizer", "adam", "--bias")[0] == 0
+    longer = (*SMALL, "--epochs", "6", "--lr", "0.3")
+    assert cli("train", "old.csv", *longer, "--out", "run", "--optimizer", "adam", "--bias")[0] == 0
     old = {}
     with bb.Run("run", mode="r", snapshot="best") as run:
+        best = run.meta["progress"]["epoch"]
         for name in run.table_names:
             table = run.table(name)
             old[name] = {slot: table.get(np.arange(table.num_rows), slot) for slot in ("weight", *table.slots)}
@@ -248,6 +252,9 @@ def test_the_larger_tables_are_the_old_ones_and_initial_rows(cli: Run, files: Pa
     monkeypatch.setattr("bunkbed.cli.commands.train._go_on", no_training)
     assert cli("train", *ROUND)[0] == 0
     with bb.Run("run", mode="r") as run:
+        progress, config = Progress(**run.meta["progress"]), TrainConfig.of_run(run.meta["config"])
+        assert (progress.epoch, config.epochs, best < 6) == (6, 8, True)  # else the best rows are the last ones
+        assert [progress.lr_factor(epoch, config) for epoch in (7, 8)] == pytest.approx([0.5, 0.1])
         assert run.snapshots() == {"best": run.version}
         for name in run.table_names:
             table, rows = run.table(name), len(old[name]["weight"])
