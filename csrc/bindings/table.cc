@@ -306,11 +306,11 @@ void bind_table(nb::module_& m) {
           "batch"_a, "sums"_a, "lr"_a.none(), "step"_a.none())
       .def(
           "check_change",
-          [](Table& t, const Batch& batch, bool is_step) {
-            unlocked([&] { t.check_change(batch, is_step, std::nullopt, std::nullopt); });
+          [](Table& t, const Batch& batch, bool is_step, std::optional<int64_t> step) {
+            unlocked([&] { t.check_change(batch, is_step, std::nullopt, step); });
           },
-          "batch"_a, "is_step"_a,
-          "Make the checks of update_batch() with the next step, or of set(), and their room in memory and on disk.")
+          "batch"_a, "is_step"_a, "step"_a.none(),
+          "Make the checks of update_batch() with this or the next step, or of set(), and their room.")
       .def("stage", [](Table& t, const Ids& ids) { unlocked([&] { t.stage(ids.data(), ids.shape(0)); }); })
       .def(
           "expect",

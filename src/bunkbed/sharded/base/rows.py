@@ -232,10 +232,10 @@ class ShardedRows:
         )
         raise BunkbedError(self._refusal()) from error
 
-    def _prepare(self, core: _native.Table, ids: Ids, *, is_step: bool) -> _native.Batch:
+    def _prepare(self, core: _native.Table, ids: Ids, *, is_step: bool, step: int | None = None) -> _native.Batch:
         """Return the batch of a shard's part; raise where the shard could not apply it."""
         batch = core.batch(ids)
-        core.check_change(batch, is_step)
+        core.check_change(batch, is_step, step)
         return batch
 
     def _is_broken(self) -> bool:
@@ -318,7 +318,7 @@ class ShardedRows:
 
             def prepare(index: int, core: _native.Table) -> tuple[_native.Batch, Floats, float]:
                 part = split.part(index)
-                batch = self._prepare(core, mine[part], is_step=True)
+                batch = self._prepare(core, mine[part], is_step=True, step=step)
                 return (batch, *batch.sum(values[part]))
 
             prepared = self._each(prepare, len(ids))
@@ -335,18 +335,22 @@ class ShardedRows:
 
             def prepare(index: int, core: _native.Table) -> tuple[_native.Batch, Floats]:
                 part = split.part(index)
-                shard = self._prepare(core, mine[part], is_step=True)
+                shard = self._prepare(core, mine[part], is_step=True, step=step)
                 return shard, shard.sum(values[part])[0]  # brings the sums into the order of the shard's batch
 
             self._apply(self._each(prepare, len(ids)), lr, step, len(ids))
 
-    def check_change(self, batch: ShardedBatch, is_step: bool) -> None:
+    def check_change(self, batch: ShardedBatch, is_step: bool, step: int | None) -> None:
         """Raise where a shard could not apply a step, or a `set`, with this batch."""
         with self.alone(write=True):
             ids = batch.unique()
             split = self._split(ids)
             mine = split.take(ids)
-            self._each(lambda index, core: self._prepare(core, mine[split.part(index)], is_step=is_step), len(ids))
+
+            def prepare(index: int, core: _native.Table) -> None:
+                self._prepare(core, mine[split.part(index)], is_step=is_step, step=step)
+
+            self._each(prepare, len(ids))
 
     def _apply(self, parts: list[tuple[_native.Batch, Floats]], lr: float | None, step: int | None, size: int) -> None:
         number = self._cores[0].step() + 1 if step is None else step  # the same in all shards, also without rows

@@ -131,11 +131,11 @@ class RankRows:
             self._last = f", last with {', '.join(f'{value:.9g}' for value in facts)}" if facts else ""
             self._changes.condition.notify_all()
 
-    def check_change(self, batch: Any, *, is_step: bool) -> None:
+    def check_change(self, batch: Any, *, is_step: bool, step: int | None = None) -> None:
         """Raise if this rank could not apply a step, or a `set`, of the rows of `batch`."""
         core = self.local.core
         rows = core if isinstance(core, ShardedRows) else self.local.plain_core
-        rows.check_change(batch, is_step)
+        rows.check_change(batch, is_step, step)
 
     # ---- Reading
 
@@ -304,7 +304,7 @@ class RankRows:
         def ready() -> None:
             if not math.isfinite(norm):
                 self._checker.update(own, values, lr, None)  # raises and names the sum that overflows
-            self.check_change(batch, is_step=True)
+            self.check_change(batch, is_step=True, step=number)
 
         self._change(
             ready, lambda: self.local.core.update_batch(batch, sums, lr, number), -1.0 if lr is None else lr, number
