@@ -83,6 +83,29 @@ def appearing(target: Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def replacing(target: Path, part: Path) -> Iterator[None]:
+    """Put the folder that the block makes at `part` in the place of the folder `target`, in one step, durably.
+
+    Both are in one folder. After an error `target` is as it was, and nothing is at `part`. A process that is killed
+    leaves the old folder or the new one at `target`, whole; what it leaves at `part` the next call removes.
+
+    Raises:
+        FormatError: `part` is a symbolic link. OSError: see `exchange`.
+    """
+    require_real(part)
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        yield
+        sync_directory(part)
+        exchange(part, target)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    sync_directory(target.parent)
+    shutil.rmtree(part, ignore_errors=True)  # only now: until the sync, power loss could undo the exchange
+
+
 def exchange(one: Path, other: Path) -> None:
     """Exchange two folders of one filesystem in one step (``renameat2`` with ``RENAME_EXCHANGE``).
 

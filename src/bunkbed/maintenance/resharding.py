@@ -30,7 +30,7 @@ from bunkbed.core.arguments import as_whole
 from bunkbed.core.budget import parse_bytes
 from bunkbed.core.typed import typed
 from bunkbed.errors import CorruptionError, FormatError, TableLockedError
-from bunkbed.files.durable import exchange, require_real, sync_directory
+from bunkbed.files.durable import replacing, require_real, sync_directory
 from bunkbed.files.run_files import RunFiles, RunManifest
 from bunkbed.files.sharding import MAX_SHARDS, Split
 from bunkbed.maintenance.check import check
@@ -129,24 +129,18 @@ def reshard(
         lock = files.lock()
         try:
             part = place.with_name(f".{place.name}.reshard")
-            require_real(part)
             newest = files.load_newest()
             is_run = bool(newest.epoch) and newest.sharding is None
             before, keep = (_fewest(newest, shards), "") if is_run else _require_movable(files, shards, drop_snapshots)
-            shutil.rmtree(part, ignore_errors=True)
             if before == shards:
+                require_real(part)
+                shutil.rmtree(part, ignore_errors=True)
                 return Resharded(newest.epoch, shards, before, 0)
-            try:
+            with replacing(place, part):
                 if is_run:
                     done = _rewrite_run(files, part, shards, before, drop_snapshots, ram_bytes, progress)
                 else:
                     done = _rewrite(files, part, shards, before, keep, ram_bytes, progress)
-                exchange(part, place)
-            except BaseException:
-                shutil.rmtree(part, ignore_errors=True)
-                raise
-            sync_directory(place.parent)
-            shutil.rmtree(part, ignore_errors=True)  # only now: until the sync, power loss could undo the exchange
             return done
         finally:
             files.unlock(lock)

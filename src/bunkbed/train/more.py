@@ -6,8 +6,8 @@ Protocol. A process that is killed at any point leaves the old or the new run at
 2. The new run is made in ``.NAME.more`` next to the path, after the removal of a folder that an earlier process left
    there: the dataset (`bunkbed.train.merge`), the tables and one commit. The rows are those of the best epoch,
    with their optimizer state; a new row is what a larger table of the same seed has there.
-3. One system call exchanges the two folders (`bunkbed.files.durable.exchange`), and their parent folder is synced. From
-   then on the new run exists.
+3. One system call exchanges the two folders (`bunkbed.files.durable.replacing`), and their parent folder is synced.
+   From then on the new run exists.
 4. The old run, now at ``.NAME.more``, is removed.
 
 Dataset, options and tables change together, so no reader of the folder mixes two vocabularies. The rejected
@@ -27,7 +27,7 @@ from pathlib import Path
 
 from bunkbed.core.budget import parse_bytes
 from bunkbed.core.types import Json
-from bunkbed.files.durable import exchange, require_real, sync_directory
+from bunkbed.files.durable import replacing
 from bunkbed.files.run_files import RunFiles
 from bunkbed.maintenance.resharding import link_others
 from bunkbed.maintenance.rewriting import rewrite_rows
@@ -77,17 +77,8 @@ def add_interactions(folder: Path, config: TrainConfig, file: Path, reading: Jso
     lock = files.lock()
     try:
         part = _part(place)
-        require_real(part)
-        shutil.rmtree(part, ignore_errors=True)
-        try:
+        with replacing(place, part):
             merged = _make(place, part, config, file, reading, decide)
-            sync_directory(part)
-            exchange(part, place)
-        except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
-            raise
-        sync_directory(place.parent)
-        shutil.rmtree(part, ignore_errors=True)  # only now: until the sync, power loss could undo the exchange
         return merged
     finally:
         files.unlock(lock)

@@ -3,7 +3,7 @@
 The rules of `default` were chosen on held-out training pairs of Gowalla, MovieLens-100k and generated data, in uniform
 order, in sight of the test pairs; dim and penalty of `best` on Gowalla's test pairs; those of `sasrec` on
 MovieLens-100k and a planted Markov chain. `fast` was not measured. What they reach, without options, is printed by
-``python -m benchmarks.cases.training.untuned`` and ``.sequences``.
+``python -m benchmarks.cases.training.untuned`` and ``benchmarks.cases.recommenders.sequences``.
 
 - `bpr`, `softmax` and `ccl` (not with `neumf`, whose perceptron runs for every negative): the pairs of a step share
   their negatives, so a step has hundreds and touches few rows. Under `bpr` the hard ones weigh more.
@@ -156,6 +156,8 @@ def decide_round(given: Json, config: TrainConfig, *, epochs: int) -> tuple[Roun
 
     >>> decide_round({}, TrainConfig(lr=0.005), epochs=11)[0]
     Round(epochs=3, lr_scale=0.5, lr_decay=0.447)
+    >>> sorted(decide_round({}, TrainConfig(), epochs=4)[1])  # a round of one epoch has one rate
+    ['epochs', 'lr']
     """
     wanted = given.get("epochs", -(-epochs // _ROUND_SHARE))
     lr = given.get("lr", config.lr * _ROUND_RATE)
@@ -165,6 +167,8 @@ def decide_round(given: Json, config: TrainConfig, *, epochs: int) -> tuple[Roun
         "lr": "half of the run's",
         "lr_decay": f"to a fifth in {wanted} epochs",
     }
+    if wanted == 1:
+        del found["lr_decay"]
     return Round(wanted, lr / config.lr, decay), {name: why for name, why in found.items() if name not in given}
 
 
