@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.cases.training import untuned
 from benchmarks.cases.training.untuned import SHAPES, K, pairs_of
-from benchmarks.harness import common
-from benchmarks.harness.figures import Settings
 
 OLD_SHARE = 0.9
 
@@ -39,17 +38,9 @@ class Trained(NamedTuple):
 def main(arguments: list[str] | None = None) -> None:
     """Train both ways for each seed, and print quality and time."""
     names = ["gowalla", "ml-100k", *SHAPES]
-    options: Any = common.parser(__doc__)
-    options.add_argument("names", nargs="*", metavar="NAME", help=f"data sets: {', '.join(names)}; default: all")
-    options.add_argument("--data", type=Path, default=Settings().data, help="folder of the data sets")
-    options.add_argument("--seeds", type=int, default=3)
+    options = untuned.parser(__doc__, names)
     options.add_argument("--round", default="", help="options of the round, such as '--epochs 3'")
-    chosen = options.parse_args(arguments)
-    for name in chosen.names:
-        if name not in names:
-            options.error(f"no data set {name!r}; they are {', '.join(names)}")
-    print(common.machine())
-    chosen.dir.mkdir(parents=True, exist_ok=True)
+    chosen = untuned.chosen_by(options, names, arguments)
     for name in chosen.names or (["tiny"] if chosen.tiny else names):
         found = []
         for seed in range(1 if chosen.tiny else chosen.seeds):

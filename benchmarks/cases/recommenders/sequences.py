@@ -22,8 +22,6 @@ import numpy as np
 
 from benchmarks.cases.training import untuned
 from benchmarks.cases.training.untuned import Pairs
-from benchmarks.harness import common
-from benchmarks.harness.figures import Settings
 
 SUCCESSORS, LIKELY, RATIO = 5, 0.8, 0.6
 
@@ -42,19 +40,9 @@ CHAINS = {"markov": Chain(3_000, 1_000, 30), "tiny": Chain(400, 100, 20)}
 def main(arguments: list[str] | None = None) -> None:
     """Train both models for each seed, and print quality and seconds."""
     names = ["ml-100k", *CHAINS]
-    options: Any = common.parser(__doc__)
-    options.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"data sets: {', '.join(names)}; default: the first two"
-    )
-    options.add_argument("--data", type=Path, default=Settings().data, help="folder of the data sets")
-    options.add_argument("--seeds", type=int, default=3)
+    options = untuned.parser(__doc__, names, default="the first two")
     options.add_argument("--train", default="", help="more options of bunkbed train, such as '--epochs 5'")
-    chosen = options.parse_args(arguments)
-    for name in chosen.names:
-        if name not in names:
-            options.error(f"no data set {name!r}; they are {', '.join(names)}")
-    print(common.machine())
-    chosen.dir.mkdir(parents=True, exist_ok=True)
+    chosen = untuned.chosen_by(options, names, arguments)
     for name in chosen.names or (["tiny"] if chosen.tiny else names[:2]):
         figures: dict[str, list[tuple[dict[str, float], float]]] = {}
         for seed in range(1 if chosen.tiny else chosen.seeds):

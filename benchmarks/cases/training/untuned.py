@@ -66,21 +66,33 @@ class Pairs(NamedTuple):
     source: tuple[str, ...] = ()
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Train every side for each seed, and print quality and seconds."""
-    names = ["gowalla", "ml-100k", *SHAPES]
-    options: Any = common.parser(__doc__)
-    options.add_argument("names", nargs="*", metavar="NAME", help=f"data sets: {', '.join(names)}; default: all")
+def parser(description: str | None, names: list[str], default: str = "all") -> Any:
+    """Return a parser of what every comparison takes: data sets, their folder, the number of seeds."""
+    options = common.parser(description)
+    options.add_argument("names", nargs="*", metavar="NAME", help=f"data sets: {', '.join(names)}; default: {default}")
     options.add_argument("--data", type=Path, default=Settings().data, help="folder of the data sets")
     options.add_argument("--seeds", type=int, default=3)
-    options.add_argument("--ram", type=float, metavar="PERCENT", help="of the records' bytes; default: 100")
-    options.add_argument("--train", default="", help="options of bunkbed train, such as '--recipe fast'")
+    return options
+
+
+def chosen_by(options: Any, names: list[str], arguments: list[str] | None) -> Any:
+    """Parse the arguments, print the machine and make the folder of temporary files."""
     chosen = options.parse_args(arguments)
     for name in chosen.names:
         if name not in names:
             options.error(f"no data set {name!r}; they are {', '.join(names)}")
     print(common.machine())
     chosen.dir.mkdir(parents=True, exist_ok=True)
+    return chosen
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Train every side for each seed, and print quality and seconds."""
+    names = ["gowalla", "ml-100k", *SHAPES]
+    options = parser(__doc__, names)
+    options.add_argument("--ram", type=float, metavar="PERCENT", help="of the records' bytes; default: 100")
+    options.add_argument("--train", default="", help="options of bunkbed train, such as '--recipe fast'")
+    chosen = chosen_by(options, names, arguments)
     for name in chosen.names or (["tiny"] if chosen.tiny else names):
         figures: dict[str, list[tuple[dict[str, float], float]]] = {}
         for seed in range(1 if chosen.tiny else chosen.seeds):
