@@ -145,14 +145,14 @@ def test_a_process_that_dies_leaves_the_old_table_or_the_new(
 import bunkbed as bb
 from bunkbed import _native
 if {name!r} == "exchange":
-    from bunkbed.maintenance import resharding
+    from bunkbed.files import durable
     import os, signal
-    real = resharding.exchange
+    real = durable.exchange
     def exchange(one, other):
         if {nth} == 2:
             real(one, other)
         os.kill(os.getpid(), signal.SIGKILL)
-    resharding.exchange = exchange
+    durable.exchange = exchange
 else:
     _native.arm_failpoint({name!r}, {nth}, "die")
 bb.reshard({str(path)!r}, shards=3, ram="64MiB")
