@@ -5,7 +5,7 @@
    numbers), and a header.
 3. DuckDB reads Parquet, and text in which every row is sound and has one meaning (`TextPairs._is_plain`), in one
    statement that inserts all rows or none.
-4. `TextPairs._rows` reads all other text: runs of blanks, adjacency, quotes, malformed rows, text that is not UTF-8. It
+4. `TextRows` reads all other text: runs of blanks, adjacency, quotes, malformed rows, text that is not UTF-8. It
    splits fields as Python's `csv` and `str.split` do, and knows the line of each row. It takes four times as long.
 
 DuckDB's table of rejected rows is not used: with ``ignore_errors``, DuckDB 2.0 drops the rows below a quote that is not
@@ -14,7 +14,6 @@ closed without an entry in that table, and without ``strict_mode`` it joins them
 
 from __future__ import annotations
 
-import csv
 import os
 import re
 from abc import ABC, abstractmethod
@@ -32,7 +31,7 @@ from bunkbed.train.data.columns import (
     shown,
 )
 from bunkbed.train.data.sort import Sorter, path_literal
-from bunkbed.train.data.text import TextFile, check_utf8
+from bunkbed.train.data.text import QUOTING, TextFile, TextRows, check_utf8, find_separator, split_line
 from bunkbed.train.data.vocab import DataError
 
 if TYPE_CHECKING:
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
 
 _BLOCK_BYTES = 4 * 1024 * 1024
 _BATCH_ROWS = 1 << 17
-# Only files with these separators quote fields; a single quote in a TSV title is an ordinary character.
-_QUOTING = {",", ";"}
 _SEPARATOR_NAMES = {
     ",": "CSV",
     "\t": "TSV",
@@ -165,8 +162,8 @@ def _find_layout(
         DataError: a column is asked for that is not there.
     """
     lines = text.sample_lines()
-    separator = _find_separator(lines)
-    rows = [_split(text.path, line, separator) for line in lines]
+    separator = find_separator(lines)
+    rows = [split_line(text.path, line, separator) for line in lines]
     if layout == "auto":
         asked_for_columns = user_col is not None or item_col is not None or header is True or bool(others)
         can_be_adjacency = separator in (None, "\t") and not asked_for_columns
@@ -307,6 +304,7 @@ class TextPairs(Pairs):
         self._text = text
         self._columns = columns
         self._separator = None if columns is None else columns.separator
+        self._rows = TextRows(text, self._separator, has_header=columns is not None and columns.names is not None)
         if columns is None:
             self.form = "adjacency lines (user item item ...)"
             self.emptiness = "users without items"
@@ -345,7 +343,7 @@ class TextPairs(Pairs):
         )
 
     def _is_plain(self) -> bool:
-        """Return whether DuckDB would see the rows of `_rows`, if it accepts the text.
+        """Return whether DuckDB would see the rows of `TextRows`, if it accepts the text.
 
         It drops blanks around a quoted field, misses a quote that is not closed in a column that is not selected, and
         keeps a lone carriage return in its field. It does not verify the checksums of gzip: they are verified here.
@@ -355,55 +353,17 @@ class TextPairs(Pairs):
         with self._text.guarded() as file:
             while (part := file.read(_BLOCK_BYTES)) and (is_plain or self._text.is_gzip):
                 block = last + part
-                is_plain = is_plain and not (self._separator in _QUOTING and b'"' in block)
+                is_plain = is_plain and not (self._separator in QUOTING and b'"' in block)
                 if is_plain and b"\r" in block:
                     is_plain = block.count(b"\r") - block.endswith(b"\r") == block.count(b"\r\n")
                 last = block[-1:]
         return is_plain and last != b"\r"
 
-    def _rows(self) -> Iterator[tuple[int, list[str]]]:
-        """Yield line number and fields of each row that is not blank, without the header."""
-        separator = self._separator
-        if separator in _QUOTING:
-            rows = self._quoted_rows(separator or "")
-        else:
-            rows = ((number, line.split(separator)) for number, line in self._text.lines())
-        is_header = self._columns is not None and self._columns.names is not None
-        for number, row in rows:
-            if number > self._text.blank_lines_above and (len(row) > 1 or (row and row[0].strip())):
-                if is_header:
-                    is_header = False
-                else:
-                    yield number, row
-
-    def _quoted_rows(self, separator: str) -> Iterator[tuple[int, list[str]]]:
-        """Yield rows whose fields may be quoted, and then have several lines.
-
-        A field of several lines and more than 131,072 characters, Python's limit, counts as not closed: no label or
-        title is that long, and the lines in the field would be lost without an error.
-        """
-        kept = [""]
-        with self._text.text() as text:
-            reader = csv.reader(_kept_lines(text, kept), delimiter=separator, strict=True)
-            while True:
-                number = reader.line_num + 1
-                try:
-                    yield number, next(reader)
-                except StopIteration:
-                    return
-                except csv.Error as error:
-                    if reader.line_num > number:
-                        place = f"{self.path} line {number}"
-                        first = next(line for at, line in self._text.lines() if at == number)
-                        raise _open_quote(place, first, error) from error
-                    # Within one line, odd quotes do not affect other rows: they are text.
-                    yield number, _split(f"{self.path} line {number}", kept[0], separator)
-
     def _sound_rows(self, columns: Columns) -> Iterator[_Row]:
         """Yield user, item and further fields of each row with both; leave out and count the other rows."""
         wanted = (("user", columns.user), ("item", columns.item))
         others = tuple(columns.others.items())
-        for number, row in self._rows():
+        for number, row in self._rows:
             problem = ""
             if len(row) != columns.width:
                 if not (self._separator or "").join(row).strip():  # tabs, but fewer than columns: blank
@@ -422,7 +382,7 @@ class TextPairs(Pairs):
                     continue
                 what, at = wanted[bool(user)]
                 problem = f"line {number}: the {what} is missing (found {row[at]!r})"
-            if self.is_strict and self._separator not in _QUOTING:
+            if self.is_strict and self._separator not in QUOTING:
                 raise DataError(f"{self.path} {problem}")
             self.malformed += 1
             self.first_malformed = self.first_malformed or problem
@@ -431,7 +391,7 @@ class TextPairs(Pairs):
 
     def _lines_of_items(self) -> Iterator[_Row]:
         """Yield user and items of each adjacency line."""
-        for number, row in self._rows():
+        for number, row in self._rows:
             for field in row:
                 check_utf8(self.path, number, "line", field)
             self.empty_users += len(row) == 1
@@ -440,7 +400,7 @@ class TextPairs(Pairs):
     def raise_value(self, what: str, words: set[str], problem: str) -> None:
         """As `Pairs.raise_value`."""
         columns = self._columns
-        for number, row in self._rows():
+        for number, row in self._rows:
             if columns is None:
                 fields = row[:1] if what == "user" else row[1:]
             else:
@@ -529,39 +489,6 @@ def _trimmed(column: str) -> str:
     """Return SQL for a text without the blanks around it. All ASCII blanks sort up to the space."""
     is_trimmed = f"strlen({column}) = length({column}) AND left({column}, 1) > ' ' AND right({column}, 1) > ' '"
     return f"CASE WHEN {is_trimmed} THEN {column} ELSE trim({column}, '{_BLANKS}') END"
-
-
-def _find_separator(lines: list[str]) -> str | None:
-    for line in lines[:20]:
-        for separator in ("\t", "::", ",", ";", "|"):
-            if separator in line:
-                return separator
-        if len(line.split()) > 1:
-            return None
-    return None
-
-
-def _kept_lines(lines: Iterator[str], kept: list[str]) -> Iterator[str]:
-    """Yield lines; the last one is in ``kept[0]``."""
-    for line in lines:
-        kept[0] = line
-        yield line
-
-
-def _split(path: str, line: str, separator: str | None) -> list[str]:
-    if separator in _QUOTING:
-        try:
-            return next(csv.reader([line], delimiter=separator or ","))
-        except csv.Error as error:
-            raise _open_quote(path, line, error) from error
-    return line.split(separator)
-
-
-def _open_quote(place: str, line: str, error: csv.Error) -> DataError:
-    return DataError(
-        f"{place}: a quote is opened and not closed where its field ends ({error}): {shown(line)}; "
-        "close the quote, or double it where it is part of the text"
-    )
 
 
 def _is_ragged(rows: list[list[str]], separator: str | None) -> bool:

@@ -1,7 +1,8 @@
-"""Text file of interactions of unknown form: unpacks it, checks that it is text, reads lines."""
+"""Text file of unknown form: unpacks it, checks that it is text, reads lines, and the fields of rows."""
 
 from __future__ import annotations
 
+import csv
 import errno
 import gzip
 import io
@@ -12,7 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TextIO, cast
 
+from bunkbed.train.data.columns import shown
 from bunkbed.train.data.vocab import DataError
+
+#: Only files with these separators quote fields; a single quote in a TSV title is an ordinary character.
+QUOTING = {",", ";"}
 
 _SAMPLE_BYTES = 256 * 1024
 _SAMPLE_LINES = 1000
@@ -122,3 +127,92 @@ def check_utf8(path: str, number: int, what: str, field: str) -> None:
             raise DataError(
                 f"{path} line {number}: the {what} is not UTF-8 text (byte 0x{byte:02x}); save the file as UTF-8"
             ) from error
+
+
+class TextRows:
+    """The rows of a text file: an iterable of line numbers and fields, without blank rows and the header.
+
+    Args:
+        separator: between fields; None: any run of blanks.
+        has_header: whether the first row names the columns.
+    """
+
+    def __init__(self, text: TextFile, separator: str | None, *, has_header: bool) -> None:
+        self._text = text
+        self._separator = separator
+        self._has_header = has_header
+
+    def __iter__(self) -> Iterator[tuple[int, list[str]]]:
+        separator, is_header = self._separator, self._has_header
+        if separator in QUOTING:
+            rows = self._quoted_rows(separator or "")
+        else:
+            rows = ((number, line.split(separator)) for number, line in self._text.lines())
+        for number, row in rows:
+            if number > self._text.blank_lines_above and (len(row) > 1 or (row and row[0].strip())):
+                if is_header:
+                    is_header = False
+                else:
+                    yield number, row
+
+    def _quoted_rows(self, separator: str) -> Iterator[tuple[int, list[str]]]:
+        """Yield rows whose fields may be quoted, and then have several lines.
+
+        A field of several lines and more than 131,072 characters, Python's limit, counts as not closed: no label or
+        title is that long, and the lines in the field would be lost without an error.
+        """
+        kept = [""]
+        with self._text.text() as text:
+            reader = csv.reader(_kept_lines(text, kept), delimiter=separator, strict=True)
+            while True:
+                number = reader.line_num + 1
+                try:
+                    yield number, next(reader)
+                except StopIteration:
+                    return
+                except csv.Error as error:
+                    if reader.line_num > number:
+                        place = f"{self._text.path} line {number}"
+                        first = next(line for at, line in self._text.lines() if at == number)
+                        raise _open_quote(place, first, error) from error
+                    # Within one line, odd quotes do not affect other rows: they are text.
+                    yield number, split_line(f"{self._text.path} line {number}", kept[0], separator)
+
+
+def find_separator(lines: list[str]) -> str | None:
+    """Return what separates the fields of sampled lines; None: blanks."""
+    for line in lines[:20]:
+        for separator in ("\t", "::", ",", ";", "|"):
+            if separator in line:
+                return separator
+        if len(line.split()) > 1:
+            return None
+    return None
+
+
+def split_line(path: str, line: str, separator: str | None) -> list[str]:
+    """Return the fields of one line.
+
+    Raises:
+        DataError: a quote is not closed.
+    """
+    if separator in QUOTING:
+        try:
+            return next(csv.reader([line], delimiter=separator or ","))
+        except csv.Error as error:
+            raise _open_quote(path, line, error) from error
+    return line.split(separator)
+
+
+def _kept_lines(lines: Iterator[str], kept: list[str]) -> Iterator[str]:
+    """Yield lines; the last one is in ``kept[0]``."""
+    for line in lines:
+        kept[0] = line
+        yield line
+
+
+def _open_quote(place: str, line: str, error: csv.Error) -> DataError:
+    return DataError(
+        f"{place}: a quote is opened and not closed where its field ends ({error}): {shown(line)}; "
+        "close the quote, or double it where it is part of the text"
+    )
