@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,12 +43,14 @@ from bunkbed.train.data.sequences import SequenceSource
 from bunkbed.train.data.splits import Split
 from bunkbed.train.data.stream import StreamedSplit
 from bunkbed.train.evaluate.evaluator import open_parts, validation_evaluator
+from bunkbed.train.features.features import SIDES, Features, load_features, table_of
 from bunkbed.train.models.dense import DENSE_FILE, dense_bytes, dense_state
 from bunkbed.train.models.recommender import create_tables, make_model
 from bunkbed.train.output.events import Advice, EpochReport, EvalReport, Event, Outcome, StepReport
 from bunkbed.train.output.progress import MetricsLog, Progress
 from bunkbed.train.processes.team import Team
 from bunkbed.train.settings.config import TrainConfig
+from bunkbed.train.settings.run_config import DATA_NAME
 
 if TYPE_CHECKING:
     from bunkbed.run.run import Run
@@ -99,12 +101,17 @@ class Trainer:
         if run.epoch:
             self._progress, config = Progress.from_meta(run.meta, config)
         self.team = team = Team.of(run)
+        features = _features(run, data)
+        self._drawn = features["item"].with_pairs if "item" in features else None
         if config.is_sequential:
-            _check_sequential(data, team)
+            _check_sequential(data, team, features)
         sizes = {"pairs": len(data.train), "users": data.num_users, "items": data.num_items}
+        sizes |= {f"{side}_features": len(of_side.features) for side, of_side in features.items()}
         team.require_same("Trainer", **config.to_dict(), **sizes)
-        tables = create_tables(run, config, data.num_users, data.num_items)
-        found = team.gather("the choice of an order", lambda: decided(config, tables, team.world).to_dict())[0]
+        tables = create_tables(run, config, data.num_users, data.num_items, features)
+        found = team.gather(
+            "the choice of an order", lambda: decided(config, tables, team.world, self._drawn).to_dict()
+        )[0]
         #: The options, with a decided order and batch size.
         self.config = config = TrainConfig.from_dict(found)
         self.run = run
@@ -114,7 +121,7 @@ class Trainer:
         self._source = self._batch_source(parts, config)
         self._num_pairs = self._source.num_pairs
         self._evaluator = validation_evaluator(parts, config)
-        self.model = make_model(config, tables)
+        self.model = make_model(config, tables, features)
         dense = self.model.dense_parameters()
         #: The model whose call returns the loss; its backward joins the gradients of all processes.
         self._module: nn.Module = self.model
@@ -143,6 +150,7 @@ class Trainer:
             "popular": config.sampling == "popularity",
             "seed": config.seed,
             "seen": parts.seen() if config.reject_seen else None,
+            "drawn": self._drawn,
         }
         if config.is_sequential:
             return SequenceSource(parts.train, parts.sequences(config), length=config.length_or_default, **given)
@@ -269,8 +277,29 @@ class Trainer:
             self._owes_commit = False
 
 
-def _check_sequential(data: Dataset, team: Team) -> None:
+def _features(run: Run, data: Dataset) -> dict[str, Features]:
+    """Return the features in the run's folder by side.
+
+    Raises:
+        ValueError: they are not those of the data, or of the run's tables.
+    """
+    found = load_features(run.path / DATA_NAME)
+    for side, of_side in found.items():
+        count = data.num_users if side == "user" else data.num_items
+        if len(of_side) != count:
+            raise ValueError(f"{run.path}: has features of {len(of_side):,} {side}s, and the data {count:,}")
+    named = {side for side in SIDES if table_of(side) in run.table_names}
+    if run.epoch and named != set(found):
+        raise ValueError(
+            f"{run.path}: has tables of features of {sorted(named)}, and features of {sorted(found)} next to the data"
+        )
+    return found
+
+
+def _check_sequential(data: Dataset, team: Team, features: Mapping[str, Features]) -> None:
     """Raise ValueError for what a model of sequences cannot train with."""
+    if "user" in features:
+        raise ValueError("option model=sasrec has no rows of users to add features to; leave out --user-features")
     if team.world > 1:
         raise ValueError("option model=sasrec trains in one process; start it without torchrun")
     if data.train.is_weighted:

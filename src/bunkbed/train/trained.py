@@ -17,6 +17,7 @@ from bunkbed.train.data.store import load_vocabs, open_known_pairs, seen_items
 from bunkbed.train.data.vocab import DataError, Int64Array, Label, Vocab
 from bunkbed.train.evaluate.new_users import scorer_of_new_users
 from bunkbed.train.evaluate.recommend import Best, best_items, known_pairs, recommend
+from bunkbed.train.models.featured import features_of_run
 from bunkbed.train.models.scorer import scorer_of_run
 from bunkbed.train.settings.config import TrainConfig, num_first
 from bunkbed.train.settings.run_config import DATA_NAME, read_config
@@ -114,6 +115,7 @@ class Recommender:
         item = run.table("item")
         # Otherwise a pass over the items would leave only its last ones in RAM.
         self._keeps_items = 4 * item.dim * (item.num_rows or 0) <= run.budget.total_bytes // 2
+        self._features = features_of_run(run)
         self._last_seen: tuple[int, Int64Array] | None = None
 
     @classmethod
@@ -173,7 +175,9 @@ class Recommender:
             user, touch = int(distinct[0]), self._keeps_items
             history = self._seen_by(user) if self._config.is_sequential else None
             exclude = None if include_seen else self._seen_by(user)
-            found = recommend(self.run, self._config, user, k, exclude, history=history, touch=touch)
+            found = recommend(
+                self.run, self._config, user, k, exclude, history=history, touch=touch, features=self._features
+            )
             groups = [Best(distinct, found[0][None], found[1][None])]
         else:
             groups = list(self._best(distinct, k, include_seen, items, None))
@@ -196,7 +200,7 @@ class Recommender:
     ) -> Iterator[pa.RecordBatch]:
         """Yield recommendations of many users: columns ``user``, ``rank`` from 1, ``item`` and ``score``.
 
-        "All" are those with a training pair: of others the model knows nothing.
+        "All" are those with a training pair: of others the model knows nothing, unless users have features.
 
         Args:
             users: ``int64[N]`` distinct dense indices (`read_labels`), in whose order the rows come; None: all.
@@ -270,6 +274,8 @@ class Recommender:
         return self._last_seen[1]
 
     def _trained_users(self) -> Int64Array:
+        if "user" in self._features:
+            return np.arange(len(self.users))
         has = np.zeros(len(self.users), dtype=np.bool_)
         pairs, share = open_known_pairs(self._data)[0], self._config.valid_first
         left = len(pairs) if share is None else num_first(len(pairs), share)  # without the validation after a time
@@ -292,7 +298,8 @@ class Recommender:
         known: list[Interactions] = [histories] if histories is not None else [*open_known_pairs(self._data)]
         of_users = known_pairs(*known)
         if histories is None or self._config.is_sequential:
-            scorer = scorer_of_run(self.run, self._config, known=of_users, touch=self._keeps_items)
+            touch = self._keeps_items
+            scorer = scorer_of_run(self.run, self._config, known=of_users, touch=touch, features=self._features)
         else:
             trained: Interactions = open_known_pairs(self._data)[0]
             if self._config.sampling == "popularity":

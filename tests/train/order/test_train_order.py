@@ -88,7 +88,7 @@ def test_blocks_are_regrouped_in_every_epoch_and_by_seed():
     first = blocks.members(1, 0).tolist()
     assert first != blocks.members(2, 0).tolist() and first != other.members(1, 0).tolist()
     sizes = [len(blocks.members(epoch, block)) for epoch in range(20) for block in range(3)]
-    assert 0 < blocks.least_members <= min(sizes)
+    assert 0 < blocks.least_members() <= min(sizes)
 
 
 def test_pairs_within_a_block_are_mixed():
@@ -317,7 +317,7 @@ def test_blocks_in_enough_ram_are_one_of_each(tmp_path):
 def test_auto_leaves_enough_items_to_share(tmp_path):
     config = replace(CONFIG, order="auto", share_negatives=True, negatives=250, epochs=1)
     users, items = train(tmp_path / "run", config, ram=TIGHTER).config.blocks
-    assert PairBlocks(3000, 600, (users, items), 0).least_members >= 250
+    assert PairBlocks(3000, 600, (users, items), 0).least_members() >= 250
     assert users > 1 and items == 2
 
 

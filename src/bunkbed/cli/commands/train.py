@@ -33,9 +33,19 @@ from bunkbed.cli.shared.console import (
 )
 from bunkbed.cli.shared.run_folder import choose_folder
 from bunkbed.cli.shared.train_options import DATA, FileLayout, RecipeName, option, parameters
-from bunkbed.cli.shared.train_text import explained, ram_text, say_data, say_decisions, say_outcome, say_tables
+from bunkbed.cli.shared.train_text import (
+    explained,
+    ram_text,
+    say_data,
+    say_decisions,
+    say_features,
+    say_outcome,
+    say_tables,
+)
 from bunkbed.core.budget import parse_bytes
 from bunkbed.core.types import Json
+from bunkbed.train.features.features import ABOUT_NAME
+from bunkbed.train.features.reading import KINDS, parse_kinds
 from bunkbed.train.output.events import EpochReport, Event
 from bunkbed.train.output.progress import FREE_TO_CHANGE, Progress
 from bunkbed.train.processes.team import Team, join_team
@@ -54,7 +64,8 @@ if TYPE_CHECKING:
 # Options that --more takes for its round.
 _OF_ROUND = ("epochs", "lr", "lr_decay")
 _COLUMNS = ("user_col", "item_col", "time_col", "rating_col", "min_rating", "header", "layout", "strict")
-_READING = (*_COLUMNS, "test", "test_negatives")
+_FEATURES = ("user_features", "item_features", "feature_kinds")
+_READING = (*_COLUMNS, "test", "test_negatives", *_FEATURES)
 
 
 def train(
@@ -95,6 +106,20 @@ def train(
         Path | None,
         option(DATA, "Rank each held-out item among these: lines of '(user,item) item ...'.", metavar="FILE"),
     ] = None,
+    user_features: Annotated[
+        Path | None,
+        option(DATA, "Add what this file says of users to their rows: an id and its features a line.", metavar="FILE"),
+    ] = None,
+    item_features: Annotated[
+        Path | None,
+        option(DATA, "Add what this file says of items to their rows: an id and its features a line.", metavar="FILE"),
+    ] = None,
+    feature_kinds: Annotated[
+        str,
+        option(
+            DATA, f"Kinds of columns of features that are not detected: {', '.join(KINDS)}.", metavar="NAME=KIND,..."
+        ),
+    ] = "",
     recipe: Annotated[
         RecipeName, option(LEARNING, "Decide the options that are not given by the data, for speed or for quality.")
     ] = RecipeName.default,
@@ -141,6 +166,8 @@ def train(
         "layout": layout.value,
         "strict": strict,
     }
+    sides = {"user_features": user_features, "item_features": item_features}
+    features: Json = {**sides, "feature_kinds": _kinds(feature_kinds, any(sides.values()) or resume is not None)}
     of_round = set() if more is None else {*_COLUMNS, *_OF_ROUND}
     resumed = _resumed_config(resume, options, given - of_round) if resume is not None else None
     need("torch", "pyarrow", "duckdb", "matplotlib", command="train")
@@ -164,7 +191,7 @@ def train(
     assert file is not None and new_config is not None
     reading |= {"test": test, "test_negatives": test_negatives}
     undecided = {"recipe": recipe.value, "given": options}
-    return _start(team, file, reading, out, undecided, console, as_json=json, tensorboard=tensorboard)
+    return _start(team, file, reading, features, out, undecided, console, as_json=json, tensorboard=tensorboard)
 
 
 def _with_configured(command: Callable[..., int]) -> None:
@@ -181,6 +208,7 @@ def _start(
     team: Team,
     file: Path,
     reading: Json,
+    features: Json,
     out: Path | None,
     undecided: Json,
     console: Console,
@@ -211,6 +239,7 @@ def _start(
     # --more needs these options, and --resume if the preparation is killed.
     paths = {name: str(value.resolve()) for name, value in reading.items() if isinstance(value, Path)}
     about["reading"] = {**reading, **paths, "file": str(file.resolve())}
+    about |= _stored_features(features)
 
     def store() -> None:
         write_config(folder, {**about, "train": config.to_dict(), "undecided": undecided})
@@ -219,6 +248,8 @@ def _start(
             say_data(console, read[0])
         else:
             save_dataset(folder / DATA_NAME, read[0])
+        if _add_features(folder, about, console):
+            read.clear()  # it has users or items more
 
     existed = folder.exists()
     run: Run | None = None
@@ -296,6 +327,39 @@ def _prepare(folder: Path, file: Path, reading: Json, config: TrainConfig, conso
         raise
 
 
+def _kinds(text: str, has_files: bool) -> dict[str, str]:
+    try:
+        kinds = parse_kinds(text)
+    except ValueError as error:
+        raise UsageProblem(str(error)) from error
+    if kinds and not has_files:
+        raise UsageProblem("--feature-kinds is of columns of --user-features FILE and --item-features FILE: give one")
+    return kinds
+
+
+def _stored_features(features: Json) -> Json:
+    """Return what a run's configuration says of its files of features."""
+    files = {name: str(value.resolve()) for name, value in features.items() if isinstance(value, Path)}
+    return {"features": {**features, **files}} if files else {}
+
+
+def _add_features(folder: Path, about: Json, console: Console) -> bool:
+    """Read the files of features that a run's configuration names; return whether there are any."""
+    from bunkbed.train.features.reading import SideFile, store_features
+
+    asked, columns = about.get("features", {}), about.get("reading", {})
+    files = {
+        side: SideFile(Path(asked[f"{side}_features"]), columns.get(f"{side}_col"))
+        for side in ("user", "item")
+        if asked.get(f"{side}_features") is not None
+    }
+    if files:
+        with console.status("reading features"):
+            found = store_features(folder / DATA_NAME, files, asked["feature_kinds"])
+        say_features(console, found)
+    return bool(files)
+
+
 def _add(
     folder: Path, config: TrainConfig, file: Path, columns: Json, asked: Json, console: Console, *, as_json: bool
 ) -> None:
@@ -344,6 +408,8 @@ def _go_on(
         if config.stream and reading is not None and not (folder / DATA_NAME / "dataset.json").exists():
             console.print("the interactions were not read to their end; reading them again", soft_wrap=True)
             say_data(console, _prepare(folder, Path(reading.pop("file")), reading, config, console))
+        if not (folder / DATA_NAME / ABOUT_NAME).exists():
+            _add_features(folder, read_config(folder), console)
 
     run = open_run(folder, ram=config.table_ram_bytes)
     try:

@@ -72,6 +72,25 @@ def say_data(console: Console, data: Dataset) -> None:
         console.print(line, soft_wrap=True)
 
 
+def say_features(console: Console, about: Json) -> None:
+    """Print what files of features said."""
+    for side, found in about.items():
+        columns = [f"{each['name']} {_said(each)}" for each in found["columns"] if each["features"]]
+        name, listed = escape(Path(found["source"]).name), escape(", ".join(columns))
+        lines = [f"[b]{name}[/b]  {found['ids']:,} {side}s with {found['features']:,} features: {listed}"]
+        left_out = sum(each["left_out"] for each in found["columns"])
+        if left_out:
+            lines.append(f"{left_out:,} values of one {side} alone left out: they say nothing about others")
+        if found["new"]:
+            lines.append(f"{found['new']:,} {side}s have features and no interactions; they are ranked by these")
+        for line in lines:
+            console.print(line, soft_wrap=True)
+
+
+def _said(column: Json) -> str:
+    return "(number)" if column["kind"] == "number" else f"({column['features']:,} values)"
+
+
 def say_tables(console: Console, run: Run, config: TrainConfig) -> None:
     """Print the sizes of the tables, and the order of the pairs."""
     parts = []

@@ -44,12 +44,12 @@ class PairBlocks:
         """The number of item blocks."""
         return self._items.count
 
-    @property
-    def least_members(self) -> int:
-        """The fewest items that a block can have in any epoch."""
+    def least_members(self, drawn: Int64Array | None = None) -> int:
+        """Return the fewest of `drawn`, ``int64[M]`` items, that a block can have in any epoch; None: of all items."""
         cells = np.zeros(CELLS_PER_BLOCK * self._items.count, np.int64)
-        for first in range(0, self._num_items, _CHUNK):
-            ids = np.arange(first, min(first + _CHUNK, self._num_items))
+        for first in range(0, self._num_items if drawn is None else len(drawn), _CHUNK):
+            last = min(first + _CHUNK, self._num_items)
+            ids = np.arange(first, last) if drawn is None else drawn[first : first + _CHUNK]
             cells += np.bincount(cells_of(ids, len(cells)), minlength=len(cells))
         return int(np.sort(cells)[:CELLS_PER_BLOCK].sum())
 

@@ -73,7 +73,7 @@ def find_columns(
         )
     known: tuple[int | None, int | None] = (None, None)
     if names is not None:
-        known = (_well_known(names, USER_NAMES), _well_known(names, ITEM_NAMES))
+        known = (well_known(names, USER_NAMES), well_known(names, ITEM_NAMES))
     elif user_col is None or item_col is None:
         # Without names, the first two columns are used, as in published data sets.
         known = (0, 1)
@@ -159,7 +159,8 @@ def _asked_column(
     raise DataError(f"{path}: has no column {col!r}; it has: {', '.join(names)}{hint}")
 
 
-def _well_known(names: Sequence[str], wanted: frozenset[str]) -> int | None:
+def well_known(names: Sequence[str], wanted: frozenset[str]) -> int | None:
+    """Return the position of the only well-known name, an id before others; None if there is none, or several."""
     found = [at for at, name in enumerate(names) if _plain(name) in wanted]
     # "user_id, user_name": the id is used; between two ids the caller must choose.
     ids = [at for at in found if _plain(names[at]).endswith("id")]

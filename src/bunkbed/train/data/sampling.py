@@ -245,15 +245,15 @@ class _Items:
 
     def __init__(self, num_items: int, members: Int64Array | None = None) -> None:
         self.members = members
-        self._count = num_items if members is None else len(members)
+        self.count = num_items if members is None else len(members)
 
     def draw(self, random: np.random.Philox, count: int) -> Int64Array:
         """Draw items, with repetitions."""
-        return self._named(_draw(random, count, self._count))
+        return self._named(_draw(random, count, self.count))
 
     def different(self, random: np.random.Philox, count: int) -> tuple[Int64Array, Int64Array]:
         """Return different items, and how often each was drawn."""
-        return self._named(_distinct_items(random, count, self._count)), np.ones(count, dtype=np.int64)
+        return self._named(_distinct_items(random, count, self.count)), np.ones(count, dtype=np.int64)
 
     def log_q(self, items: Int64Array) -> Float32Array | None:
         """Return the logarithms of the probabilities of items, or None where they are equal."""
@@ -266,22 +266,24 @@ class _Items:
 class _PopularItems(_Items):
     """Items that are drawn in proportion to 1 + their pairs, so that each logarithm of a probability is finite.
 
-    Owns 8 bytes an item, with `log_q` 4 more.
+    Owns 8 bytes an item, with `log_q` 4 more. Of `members`, each item with pairs is one. The probability of another
+    item, which is never drawn, is taken as that of one without pairs.
     """
 
-    def __init__(self, pairs: Interactions, log_q: bool) -> None:
-        super().__init__(pairs.num_items)
+    def __init__(self, pairs: Interactions, log_q: bool, members: Int64Array | None = None) -> None:
+        super().__init__(pairs.num_items, members)
         self._pairs = pairs
         self.weights = np.ones(pairs.num_items, dtype=np.int64)
         for _, items in pairs.batches():  # np.bincount converts its argument to int64
             self.weights += np.bincount(items, minlength=pairs.num_items)
-        self._log_q = np.log(self.weights / self.weights.sum()).astype(np.float32) if log_q else None
+        self.total = self.weights.sum() - (pairs.num_items - self.count)
+        self._log_q = np.log(self.weights / self.total).astype(np.float32) if log_q else None
 
     def draw(self, random: np.random.Philox, count: int) -> Int64Array:
         pairs = self._pairs  # the item of a pair, or any item
-        items = _draw(random, count, len(pairs) + pairs.num_items)
+        items = _draw(random, count, len(pairs) + self.count)
         of_pairs = items < len(pairs)
-        items[~of_pairs] -= len(pairs)
+        items[~of_pairs] = self._named(items[~of_pairs] - len(pairs))
         items[of_pairs] = pairs.items[items[of_pairs]]
         return items
 
@@ -299,7 +301,7 @@ class _PopularMembers(_PopularItems):
         self._every = every
         self.members = members
         self._ends = np.cumsum(every.weights[members])
-        self._log_share = np.float32(np.log(self._ends[-1] / every.weights.sum()))
+        self._log_share = np.float32(np.log(self._ends[-1] / every.total))
 
     def draw(self, random: np.random.Philox, count: int) -> Int64Array:
         drawn = _draw(random, count, int(self._ends[-1]))
@@ -327,6 +329,8 @@ class BatchSource:
         blocks: of the pairs; None: no blocks.
         team: the processes that share the batches.
         counted: pairs, in memory, that say how popular an item is; None: `pairs`.
+        drawn: ``int64[M]``, ascending, the items from which negatives are drawn, with all those that have pairs; None:
+            all.
 
     Raises:
         ValueError: no training pairs, more shared negatives than items (of the least block), or too many items to draw
@@ -348,6 +352,7 @@ class BatchSource:
         blocks: PairBlocks | None = None,
         team: Team = ALONE,
         counted: Interactions | None = None,
+        drawn: Int64Array | None = None,
     ) -> None:
         if len(pairs) == 0:
             raise ValueError(f"{pairs.source or 'the data'} has no pairs to train on")
@@ -358,11 +363,10 @@ class BatchSource:
                 f"at most 2^32 pairs and items can be sampled from by popularity, got {pairs.num_items + len(pairs)}; "
                 "sample uniformly"
             )
-        if shared and not popular and negatives > pairs.num_items:
-            raise ValueError(
-                f"option negatives={negatives} is more than the {pairs.num_items} items there are to share"
-            )
-        least = pairs.num_items if blocks is None else blocks.least_members
+        num_drawn = pairs.num_items if drawn is None else len(drawn)
+        if shared and not popular and negatives > num_drawn:
+            raise ValueError(f"option negatives={negatives} is more than the {num_drawn} items there are to share")
+        least = num_drawn if blocks is None else blocks.least_members(drawn)
         if least < (negatives if shared and not popular else 1):
             raise ValueError(
                 f"option negatives={negatives} is more than the {least} items that the smallest of the item blocks "
@@ -375,7 +379,9 @@ class BatchSource:
         self._seed = seed
         self._seen = seen
         self._items = (
-            _PopularItems(pairs if counted is None else counted, log_q) if popular else _Items(pairs.num_items)
+            _PopularItems(pairs if counted is None else counted, log_q, drawn)
+            if popular
+            else _Items(pairs.num_items, drawn)
         )
         self._order = OrderInMemory(pairs, seed, blocks) if order is None else order
         self._blocks = blocks
@@ -448,6 +454,8 @@ class BatchSource:
             return self._items
         if self._block is None or self._block[0] != (epoch, block):
             members = self._blocks.members(epoch, block)
+            if self._items.members is not None:
+                members = np.intersect1d(members, self._items.members, assume_unique=True)
             pool = (
                 _PopularMembers(self._items, members)
                 if isinstance(self._items, _PopularItems)

@@ -167,6 +167,7 @@ class SequenceSource(BatchSource):
         negatives: int,
         seen: SeenPairs | None,
         popular: bool,
+        drawn: Int64Array | None,
     ) -> None:
         super().__init__(
             pairs,
@@ -177,6 +178,7 @@ class SequenceSource(BatchSource):
             shared=True,
             popular=popular,
             log_q=True,
+            drawn=drawn,
         )
         if not sequences.num_windows:
             source = pairs.source or "the data"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from bunkbed.train.data.interactions import Interactions
 from bunkbed.train.data.stream import pairs_of
 from bunkbed.train.evaluate import score_blocks
 from bunkbed.train.evaluate.score_blocks import HiddenScores, ScoreBlocks, one_torch_thread, places_of
+from bunkbed.train.features.features import Features
 from bunkbed.train.models.scorer import Float32Array, Int64Array, Known, Scorer, scorer_of_run
 from bunkbed.train.settings.config import TrainConfig
 
@@ -128,6 +129,7 @@ def recommend(
     *,
     history: Int64Array | None = None,
     touch: bool = False,
+    features: Mapping[str, Features] | None = None,
 ) -> tuple[Int64Array, Float32Array]:
     """Return the `k` items with the highest scores for a user, best first; equal scores by smaller index.
 
@@ -140,6 +142,7 @@ def recommend(
         exclude: ``int64[M]`` items not to recommend, such as items that the user has.
         history: ``int64[M]`` items of the user in their order, for a model of sequences.
         touch: see `Scorer`.
+        features: see `scorer_of_run`.
 
     Returns:
         ``int64[k]`` dense item indices and their ``float32[k]`` scores.
@@ -155,7 +158,7 @@ def recommend(
     hidden = np.unique(np.asarray([] if exclude is None else exclude, dtype=np.int64))
     past = np.asarray([] if history is None else history, dtype=np.int64)
     of_past = (np.full(len(past), user_index, dtype=np.int64), past)
-    scorer = scorer_of_run(run, config, known=lambda _: of_past, touch=touch)
+    scorer = scorer_of_run(run, config, known=lambda _: of_past, touch=touch, features=features)
     user = np.array([user_index], dtype=np.int64)
     scorer.queries(user)  # raises where there is no such user
     own = (np.full(len(hidden), user_index, dtype=np.int64), hidden)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 from bunkbed.core.budget import Budget
 from bunkbed.core.init import Normal, Zeros
 from bunkbed.core.types import Json
-from bunkbed.torch import Embedding
+from bunkbed.torch import Embedding, EmbeddingBag
+from bunkbed.train.features.features import Features, table_of
+from bunkbed.train.models.featured import FeaturedLayer, Rows
 from bunkbed.train.models.heads import SequenceHead, make_head
 from bunkbed.train.models.plain_losses import mean_squares
 from bunkbed.train.models.scorer import EncodedUsers, Known, Scorer
@@ -28,12 +31,18 @@ __all__ = ["Recommender", "SequenceRecommender", "create_tables", "make_model"]
 
 #: The tables that `create_tables` returns, by name.
 Tables = Mapping[str, Any]
+_NONE: Mapping[str, Features] = MappingProxyType({})
 
 
-def create_tables(run: Run, config: TrainConfig, num_users: int, num_items: int) -> Json:
-    """Create or open the tables of a run: ``user``, ``item`` and, with a bias, ``item_bias``.
+def create_tables(
+    run: Run, config: TrainConfig, num_users: int, num_items: int, features: Mapping[str, Features] = _NONE
+) -> Json:
+    """Create or open the tables of a run: ``user``, ``item``, with a bias ``item_bias``, and those of features.
 
     A model of sequences has no ``user``.
+
+    Args:
+        features: by side.
 
     Raises:
         ValueError: the run holds tables of another shape.
@@ -58,6 +67,9 @@ def create_tables(run: Run, config: TrainConfig, num_users: int, num_items: int)
     tables["item"] = table("item", num_items, config.row_dim, init, 2 * config.seed + 1)
     if config.bias:
         tables["item_bias"] = table("item_bias", num_items, 1, Zeros(), config.seed)
+    for side, of_side in features.items():  # zeros: a feature that no step has trained says nothing
+        name = table_of(side)
+        tables[name] = table(name, of_side.num_features, config.row_dim, Zeros(), config.seed)
     return tables
 
 
@@ -81,20 +93,38 @@ def torch_device(name: str) -> torch.device:
     return device
 
 
-def make_model(config: TrainConfig, tables: Tables) -> Recommender | SequenceRecommender:
+def make_model(
+    config: TrainConfig, tables: Tables, features: Mapping[str, Features] = _NONE
+) -> Recommender | SequenceRecommender:
     """Return the model of a config over the tables that `create_tables` returns."""
-    return (SequenceRecommender if config.is_sequential else Recommender)(config, tables)
+    return (SequenceRecommender if config.is_sequential else Recommender)(config, tables, features)
 
 
-def _layers(config: TrainConfig, tables: Tables, device: torch.device) -> dict[str, Embedding]:
-    """Return a layer over each table."""
+def _layers(
+    config: TrainConfig, tables: Tables, features: Mapping[str, Features], device: torch.device
+) -> dict[str, Embedding | FeaturedLayer]:
+    """Return a layer for users, items and biases, over its tables."""
     cache: int | Budget | None = None
     if config.device_cache is not None:  # one budget, which the tables share
         cache = Budget(config.device_cache) if config.device_cache_bytes else 0
-    return {
-        name: Embedding(table.num_rows, table.dim, table=table, device=device, device_cache=cache)
-        for name, table in tables.items()
-    }
+    options: Json = {"device": device, "device_cache": cache}
+    found: dict[str, Embedding | FeaturedLayer] = {}
+    for name, table in tables.items():
+        if name not in map(table_of, features):
+            found[name] = Embedding(table.num_rows, table.dim, table=table, **options)
+    for side, of_side in features.items():
+        table = tables[table_of(side)]
+        values = EmbeddingBag(table.num_rows, table.dim, mode="sum", table=table, **options)
+        found[side] = FeaturedLayer(found[side], values, of_side)
+    return found
+
+
+def _wanted(layer: Embedding | FeaturedLayer, ids: Tensor) -> dict[nn.Module, Tensor]:
+    return layer.wanted(ids) if isinstance(layer, FeaturedLayer) else {layer: ids}
+
+
+def _for_ranking(layer: Embedding | FeaturedLayer) -> Rows:
+    return layer.for_ranking() if isinstance(layer, FeaturedLayer) else layer.table
 
 
 class Recommender(nn.Module):  # type: ignore[misc]  # torch is untyped here
@@ -104,12 +134,13 @@ class Recommender(nn.Module):  # type: ignore[misc]  # torch is untyped here
 
     Args:
         tables: the tables that `create_tables` returns.
+        features: by side.
     """
 
-    def __init__(self, config: TrainConfig, tables: Tables) -> None:
+    def __init__(self, config: TrainConfig, tables: Tables, features: Mapping[str, Features] = _NONE) -> None:
         super().__init__()
         device = torch_device(config.device)
-        layers = _layers(config, tables, device)
+        layers = _layers(config, tables, features, device)
         self.user, self.item = layers["user"], layers["item"]
         self.item_bias = layers.get("item_bias")
         self.head = make_head(config).to(device)
@@ -125,16 +156,17 @@ class Recommender(nn.Module):  # type: ignore[misc]  # torch is untyped here
     ) -> Tensor:
         """Return the loss of a batch, whose parts are as in `bunkbed.train.data.sampling.Batch`."""
         bias = None if self.item_bias is None else self.item_bias(items)[..., 0]
+        of_users, of_items = self.user(users), self.item(items)
         if log_q is not None:
-            log_q = log_q.to(self.user.anchor.device)
+            log_q = log_q.to(of_users.device)
             bias = -log_q if bias is None else bias - log_q
         given: Json = {"seen": seen, "bias": bias, "pair_weights": pair_weights}
-        return self.head.loss(self.user(users), self.item(items), **given, **self._options)
+        return self.head.loss(of_users, of_items, **given, **self._options)
 
     def wanted(self, parts: tuple[Tensor, ...]) -> dict[nn.Module, Tensor]:
         """Return the ids that `forward` looks up in each layer, from its arguments."""
         users, items, *_ = parts
-        found = {self.user: users, self.item: items}
+        found = {**_wanted(self.user, users), **_wanted(self.item, items)}
         if self.item_bias is not None:
             found[self.item_bias] = items
         return found
@@ -143,7 +175,7 @@ class Recommender(nn.Module):  # type: ignore[misc]  # torch is untyped here
         """Return a `Scorer` of the current model, with a copy of the head."""
         head = copy.deepcopy(self.head).cpu().requires_grad_(False)
         bias = None if self.item_bias is None else self.item_bias.table
-        return Scorer(self.user.table, self.item.table, head, item_bias=bias)
+        return Scorer(_for_ranking(self.user), _for_ranking(self.item), head, item_bias=bias)
 
     def dense_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that are trained outside the tables."""
@@ -156,10 +188,10 @@ class SequenceRecommender(nn.Module):  # type: ignore[misc]  # torch is untyped 
     The rows of a step, those of its windows and of the negatives, are one lookup.
     """
 
-    def __init__(self, config: TrainConfig, tables: Tables) -> None:
+    def __init__(self, config: TrainConfig, tables: Tables, features: Mapping[str, Features] = _NONE) -> None:
         super().__init__()
         device = torch_device(config.device)
-        self.item = _layers(config, tables, device)["item"]
+        self.item = _layers(config, tables, features, device)["item"]
         self.head: SequenceHead = make_head(config).to(device)
         self._l2 = config.l2
 
@@ -188,12 +220,13 @@ class SequenceRecommender(nn.Module):  # type: ignore[misc]  # torch is untyped 
 
     def wanted(self, parts: tuple[Tensor, ...]) -> dict[nn.Module, Tensor]:
         """As `Recommender.wanted`."""
-        return {self.item: parts[1]}
+        return _wanted(self.item, parts[1])
 
     def scorer(self, known: Known) -> Scorer:
         """As `Recommender.scorer`; the users are encoded from their known pairs."""
         head = copy.deepcopy(self.head).cpu().requires_grad_(False)
-        return Scorer(EncodedUsers(self.item.table, head, known), self.item.table, head)
+        item = _for_ranking(self.item)
+        return Scorer(EncodedUsers(item, head, known), item, head)
 
     def dense_parameters(self) -> list[nn.Parameter]:
         """As `Recommender.dense_parameters`."""

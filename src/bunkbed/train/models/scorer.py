@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bunkbed.train.features.features import Features
 from bunkbed.train.models.dense import DENSE_FILE, dense_state
+from bunkbed.train.models.featured import Rows, features_of_run, rows_of_run
 from bunkbed.train.models.heads import DotHead, Head, SequenceHead, make_head
 from bunkbed.train.settings.config import TrainConfig
 
@@ -26,12 +28,6 @@ Known = Callable[[Int64Array], tuple[Int64Array, Int64Array]]
 
 # Users that are encoded together.
 _ENCODED = 32
-
-
-class Rows(Protocol):
-    """Protocol of the only table method that a `Scorer` calls."""
-
-    def lookup(self, ids: Int64Array, *, touch: bool = True) -> Float32Array: ...
 
 
 class Scorer:
@@ -163,18 +159,28 @@ def head_of_run(run: Run, config: TrainConfig) -> Head:
     return head
 
 
-def scorer_of_run(run: Run, config: TrainConfig, *, known: Known | None = None, touch: bool = False) -> Scorer:
+def scorer_of_run(
+    run: Run,
+    config: TrainConfig,
+    *,
+    known: Known | None = None,
+    touch: bool = False,
+    features: Mapping[str, Features] | None = None,
+) -> Scorer:
     """Return the `Scorer` of the commit at which a run is open.
 
     Args:
         known: the pairs of users, for a model of sequences.
+        features: of the run, by side; None: they are read.
 
     Raises:
-        FileNotFoundError: the run was never committed.
+        FileNotFoundError: the run was never committed. DataError: the features are damaged.
     """
-    item, head = run.table("item"), head_of_run(run, config)
+    if features is None:
+        features = features_of_run(run)
+    item, head = rows_of_run(run, "item", features), head_of_run(run, config)
     if isinstance(head, SequenceHead):
         assert known is not None
         return Scorer(EncodedUsers(item, head, known), item, head, touch=touch)
     bias = run.table("item_bias") if config.bias else None
-    return Scorer(run.table("user"), item, head, item_bias=bias, touch=touch)
+    return Scorer(rows_of_run(run, "user", features), item, head, item_bias=bias, touch=touch)

@@ -1,0 +1,151 @@
+"""Side features of users or of items: a sparse matrix of ids and features, stored with a run's interactions.
+
+The vector of an id is its own row plus the sum of the rows of its features, each times a weight. An id without pairs
+has an own row that no step has trained, so it gets the sum alone.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from bunkbed.core.types import Json
+from bunkbed.files.durable import replace_file
+from bunkbed.train.data.sequences import ranges
+from bunkbed.train.data.store import write_rows
+from bunkbed.train.data.stored import opened
+from bunkbed.train.data.vocab import DataError, Float32Array, Int64Array
+
+__all__ = ["ABOUT_NAME", "SIDES", "Bags", "Features", "load_features", "table_of", "write_about", "write_features"]
+
+SIDES = ("user", "item")
+#: Written last: it completes the features in a folder.
+ABOUT_NAME = "features.json"
+
+
+class Bags(NamedTuple):
+    """The features of some ids, one id after another.
+
+    Attributes:
+        features: ``int64[M]``.
+        weights: ``float32[M]``.
+        starts: ``int64[N]``, where the features of each id start.
+    """
+
+    features: Int64Array
+    weights: Float32Array
+    starts: Int64Array
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """The features of the ids of one side, in memory: 12 bytes a feature of an id, and 9 bytes an id.
+
+    Attributes:
+        starts: ``int64[N + 1]``, where the features of each id start.
+        features: ``int64[M]`` in ``[0, num_features)``.
+        weights: ``float32[M]``.
+        num_features: rows of the table of features.
+        has_pairs: ``bool[N]``, whether an id has a pair for training.
+    """
+
+    starts: Int64Array
+    features: Int64Array
+    weights: Float32Array
+    num_features: int
+    has_pairs: npt.NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.has_pairs)
+
+    def bags(self, ids: Int64Array) -> Bags:
+        """Return the features of ``int64[N]`` ids in their order; duplicates are allowed."""
+        first, last = self.starts[ids], self.starts[ids + 1]
+        at = ranges(first, last)
+        ends = np.cumsum(last - first)
+        return Bags(self.features[at], self.weights[at], ends - (last - first))
+
+    @property
+    def with_pairs(self) -> Int64Array:
+        """The ids with a pair for training, ascending: ``int64[P]``."""
+        return np.flatnonzero(self.has_pairs)
+
+    def of_new(self, count: int) -> Features:
+        """Return the features of `count` other users, of whom a file of features says nothing: the shared one."""
+        shared = np.zeros(count, np.int64)
+        return Features(
+            np.arange(count + 1), shared, np.ones(count, np.float32), self.num_features, np.ones(count, np.bool_)
+        )
+
+
+def table_of(side: str) -> str:
+    """Return the name of the table of the rows of features of ``"user"`` or ``"item"``."""
+    return f"{side}_feature"
+
+
+def write_features(folder: Path, side: str, features: Features, names: list[tuple[str, str]]) -> None:
+    """Write the features of one side, durably.
+
+    Args:
+        names: column and value of each feature.
+    """
+    import pyarrow as pa
+
+    lists = [
+        pa.LargeListArray.from_arrays(features.starts, pa.array(part)) for part in (features.features, features.weights)
+    ]
+    table = pa.table({"features": lists[0], "weights": lists[1], "has_pairs": features.has_pairs})
+    write_rows(folder / f"{table_of(side)}s.parquet", table.schema, table.to_batches())
+    table = pa.table(
+        {
+            part: pa.array(column, pa.string())
+            for part, column in zip(("column", "value"), zip(*names, strict=True), strict=True)
+        }
+    )
+    write_rows(folder / f"{table_of(side)}_names.parquet", table.schema, table.to_batches())
+
+
+def write_about(folder: Path, about: Json) -> None:
+    """Write what the features are, by side; this completes them."""
+    replace_file(folder / ABOUT_NAME, (json.dumps({"version": 1, **about}, indent=2) + "\n").encode())
+
+
+def load_features(folder: Path) -> dict[str, Features]:
+    """Return the features of a dataset's folder by side; none where it has none.
+
+    Raises:
+        DataError: a file is damaged or missing.
+    """
+    try:
+        about: Json = json.loads((folder / ABOUT_NAME).read_text(encoding="utf-8"))
+        return {side: _load(folder, side, int(about[side]["features"])) for side in SIDES if side in about}
+    except FileNotFoundError as error:
+        if Path(error.filename).name == ABOUT_NAME:
+            return {}
+        raise DataError(f"{folder}: {Path(error.filename).name} is missing; put a copy of it back") from error
+    except (KeyError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{folder / ABOUT_NAME}: is damaged ({error}); put a copy of it back") from error
+
+
+def _load(folder: Path, side: str, num_features: int) -> Features:
+    path = folder / f"{table_of(side)}s.parquet"
+    with opened(path) as file:
+        table = file.read()
+    lists = table["features"].combine_chunks()
+    features = lists.values.to_numpy()
+    if len(features) and not 0 <= features.min() <= features.max() < num_features:
+        raise DataError(f"{path}: is damaged (a feature is not among {num_features:,}); put a copy of it back")
+    return Features(
+        lists.offsets.to_numpy(),
+        features,
+        table["weights"].combine_chunks().values.to_numpy(),
+        num_features,
+        table["has_pairs"].to_numpy(),
+    )

@@ -1,0 +1,113 @@
+"""Vectors of ids with side features, in training and in ranking: own row plus weighted sum of the rows of features."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from bunkbed.torch import Embedding, EmbeddingBag
+from bunkbed.train.features.features import SIDES, Features, load_features, table_of
+from bunkbed.train.settings.run_config import DATA_NAME
+
+if TYPE_CHECKING:
+    from bunkbed.run.run import Run
+
+__all__ = ["FeaturedLayer", "FeaturedRows", "Rows", "features_of_run", "rows_of_run"]
+
+Int64Array = npt.NDArray[np.int64]
+Float32Array = npt.NDArray[np.float32]
+
+# Ids whose features are summed together, to limit memory.
+_CHUNK = 1 << 14
+
+
+class Rows(Protocol):
+    """Protocol of the only table method that ranking calls."""
+
+    def lookup(self, ids: Int64Array, *, touch: bool = True) -> Float32Array: ...
+
+
+class FeaturedLayer(nn.Module):  # type: ignore[misc]  # torch is untyped here
+    """Layer that returns the vectors of ids with features, for training.
+
+    Args:
+        rows: of the ids.
+        values: of the features, with sums as its mode.
+    """
+
+    def __init__(self, rows: Embedding, values: EmbeddingBag, features: Features) -> None:
+        super().__init__()
+        self.rows = rows
+        self.values = values
+        self._features = features
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the vectors of ids with pairs: ``int64[...]`` -> ``float32[..., dim]``."""
+        bags = self._features.bags(ids.numpy().reshape(-1))
+        rows = self.rows(ids)
+        weights = torch.from_numpy(bags.weights).to(self.values.anchor.dtype)
+        sums = self.values(torch.from_numpy(bags.features), torch.from_numpy(bags.starts), weights)
+        return rows + sums.reshape(rows.shape)
+
+    def wanted(self, ids: Tensor) -> dict[nn.Module, Tensor]:
+        """Return the ids that `forward` looks up in each table."""
+        features = self._features.bags(ids.numpy().reshape(-1)).features
+        return {self.rows: ids, self.values: torch.from_numpy(features)}
+
+    def for_ranking(self) -> Rows:
+        """Return the present vectors."""
+        return FeaturedRows(self.rows.table, self.values.table, self._features)
+
+
+class FeaturedRows:
+    """The vectors of ids with features, for ranking; each has the same bits alone or with others.
+
+    Owns nothing; as thread-safe as its tables.
+
+    Args:
+        rows: of the ids. Those of ids without pairs are left out.
+        values: of the features.
+    """
+
+    def __init__(self, rows: Rows, values: Rows, features: Features) -> None:
+        self._rows = rows
+        self._values = values
+        self._features = features
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]  # torch is untyped here
+    def lookup(self, ids: Int64Array, *, touch: bool = True) -> Float32Array:
+        """Return vectors: ``int64[...]`` -> ``float32[..., dim]``."""
+        found = self._rows.lookup(ids, touch=touch)
+        flat, vectors = ids.reshape(-1), found.reshape(ids.size, -1)
+        vectors[~self._features.has_pairs[flat]] = 0
+        for first in range(0, len(flat), _CHUNK):
+            bags = self._features.bags(flat[first : first + _CHUNK])
+            if len(bags.features):
+                distinct, at = np.unique(bags.features, return_inverse=True)
+                values = torch.from_numpy(self._values.lookup(distinct, touch=touch))
+                weights, starts = torch.from_numpy(bags.weights), torch.from_numpy(bags.starts)
+                sums = nn.functional.embedding_bag(
+                    torch.from_numpy(at), values, starts, mode="sum", per_sample_weights=weights
+                )
+                vectors[first : first + _CHUNK] += sums.numpy()
+        return found
+
+
+def features_of_run(run: Run) -> dict[str, Features]:
+    """Return the features of a run by side.
+
+    Raises:
+        DataError: a file is damaged or missing.
+    """
+    return load_features(run.path / DATA_NAME) if any(table_of(side) in run.table_names for side in SIDES) else {}
+
+
+def rows_of_run(run: Run, side: str, features: Mapping[str, Features]) -> Rows:
+    """Return the vectors of ``"user"`` or ``"item"`` at the commit at which a run is open."""
+    table: Rows = run.table(side)
+    return FeaturedRows(table, run.table(table_of(side)), features[side]) if side in features else table
