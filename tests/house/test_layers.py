@@ -58,16 +58,20 @@ PYTHON = {
     "train/output": "core files train/settings",
     "train/processes": "run torch/ranks",
     "train/data": "core errors files order train/processes train/settings",
-    "train/models": "core run torch train/settings",
-    "train/evaluate": "bunkbed core files run train/data train/models train/output train/processes train/settings",
+    "train/features": "core files train/data",
+    "train/models": "core run torch train/features train/settings",
+    "train/evaluate": "bunkbed core files run train/data train/features train/models train/output train/processes"
+    " train/settings",
     "train": "bunkbed core errors files machine maintenance run sharded/base table torch train/data train/evaluate"
-    " train/models train/output train/processes train/settings",
+    " train/features train/models train/output train/processes train/settings",
     "train/demo": "core run train train/data train/evaluate train/output train/settings",
     "train/report": "bunkbed core errors files machine table train/evaluate train/output train/settings",
     "serve": "bunkbed core errors files train train/data train/settings",
-    "cli/shared": "bunkbed core errors files run table train/data train/evaluate train/output train/settings",
+    "cli/shared": "bunkbed core errors files run table train/data train/evaluate train/features train/output"
+    " train/settings",
     "cli/commands": "bunkbed cli/shared core feed files io/common io/formats machine maintenance planning run serve"
-    " table torch train train/data train/demo train/evaluate train/output train/processes train/report train/settings",
+    " table torch train train/data train/demo train/evaluate train/features train/output train/processes"
+    " train/report train/settings",
     "cli": "bunkbed cli/commands cli/shared",
     "__main__": "cli",
 }

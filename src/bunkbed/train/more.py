@@ -21,7 +21,7 @@ counts of epochs and steps go on. The round has its own learning rates: `Progres
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +37,8 @@ from bunkbed.table.definition import Definition
 from bunkbed.train.data.prepare import prepare_dataset
 from bunkbed.train.data.store import open_dataset
 from bunkbed.train.data.stream import STREAM_FOLDER
+from bunkbed.train.features.features import table_of
+from bunkbed.train.features.reading import SideFile, store_features
 from bunkbed.train.merge import Merged, merge_datasets
 from bunkbed.train.output.progress import Progress
 from bunkbed.train.settings.auto import Round
@@ -59,18 +61,30 @@ def remove_leftover(folder: Path) -> None:
     shutil.rmtree(_part(folder.resolve()), ignore_errors=True)
 
 
-def add_interactions(folder: Path, config: TrainConfig, file: Path, reading: Json, decide: Decide) -> Merged:
+def add_interactions(
+    folder: Path,
+    config: TrainConfig,
+    file: Path,
+    reading: Json,
+    decide: Decide,
+    sides: Mapping[str, SideFile] | None = None,
+    kinds: Mapping[str, str] | None = None,
+) -> tuple[Merged, Json]:
     """Add the interactions of a file to a trained run, which then has a round of training to do.
 
     Args:
         folder: the run; no process may have it open for writing.
         config: its options, with those that may change on resuming.
         reading: options of `bunkbed.train.data.prepare.prepare_dataset` for the file.
+        sides, kinds: files of features and the kinds of their columns, see `store_features`.
+
+    Returns:
+        What the file added; and what the features are, see `store_features`.
 
     Raises:
-        ValueError: the run is not trained to its end, or has kept snapshots. DataError: as `merge_datasets`; the file
-            cannot be read. TableLockedError: the run is open for writing. OSError: the disk is full or failing, or the
-            filesystem cannot exchange two folders. The run is as it was.
+        ValueError: the run is not trained to its end, or has kept snapshots. DataError: as `merge_datasets` and
+            `store_features`; the file cannot be read. TableLockedError: the run is open for writing. OSError: the disk
+            is full or failing, or the filesystem cannot exchange two folders. The run is as it was.
     """
     place = folder.resolve()
     files = RunFiles(place)
@@ -78,13 +92,22 @@ def add_interactions(folder: Path, config: TrainConfig, file: Path, reading: Jso
     try:
         part = _part(place)
         with replacing(place, part):
-            merged = _make(place, part, config, file, reading, decide)
-        return merged
+            found = _make(place, part, config, file, reading, decide, sides or {}, kinds or {})
+        return found
     finally:
         files.unlock(lock)
 
 
-def _make(place: Path, part: Path, config: TrainConfig, file: Path, reading: Json, decide: Decide) -> Merged:
+def _make(
+    place: Path,
+    part: Path,
+    config: TrainConfig,
+    file: Path,
+    reading: Json,
+    decide: Decide,
+    sides: Mapping[str, SideFile],
+    kinds: Mapping[str, str],
+) -> tuple[Merged, Json]:
     """Make the whole new run in `part`: step 2."""
     half = parse_bytes(config.ram) // 2
     ram_bytes = half if config.stream else None
@@ -97,7 +120,12 @@ def _make(place: Path, part: Path, config: TrainConfig, file: Path, reading: Jso
         data.mkdir()
         merged = merge_datasets(place / DATA_NAME, fresh, data, ram_bytes)
         shutil.rmtree(fresh)
+        stored = read_config(place)
+        kinds_before = stored.get("features", {}).get("feature_kinds", {})
+        about = store_features(data, sides, kinds, place / DATA_NAME, kinds_before)
         grown = open_dataset(data)
+        sizes = {"user": grown.num_users, "item": grown.num_items, "item_bias": grown.num_items}
+        sizes |= {table_of(side): of_side["features"] for side, of_side in about.items()}
         epochs, lr_scale, lr_decay = decide(progress)
         config = replace(config, epochs=progress.epoch + epochs)
         progress = Progress(
@@ -111,15 +139,17 @@ def _make(place: Path, part: Path, config: TrainConfig, file: Path, reading: Jso
         with Run(place, half, mode="r", snapshot=best) as run:
             for name in run.table_names:
                 table = run.table(name)
-                rows = grown.num_users if name == "user" else grown.num_items
                 shards = {"shards": table.num_shards} if isinstance(table, Shards) else {}
-                create = {**replace(Definition.of(table), num_rows=rows).arguments(), **shards}
+                create = {**replace(Definition.of(table), num_rows=sizes[name]).arguments(), **shards}
                 rewrite_rows(table, new.table(name, create=create), None)
             dense = {name: run.read(name) for name in run.files}
         new.commit(dense, progress.to_meta(config), best)
     link_others(place, part, {DATA_NAME, STREAM_FOLDER, CONFIG_NAME, "test.json"})
-    write_config(part, {**read_config(place), "train": config.to_dict()})
-    return merged
+    if sides:
+        files = {f"{side}_features": str(given.path.resolve()) for side, given in sides.items()}
+        stored["features"] |= {**files, "feature_kinds": {**kinds_before, **kinds}}
+    write_config(part, {**stored, "train": config.to_dict()})
+    return merged, about
 
 
 def _finished(run: Run, config: TrainConfig) -> Progress:

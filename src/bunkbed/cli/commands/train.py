@@ -32,6 +32,7 @@ from bunkbed.cli.shared.console import (
     stdout,
 )
 from bunkbed.cli.shared.run_folder import choose_folder
+from bunkbed.cli.shared.train_features import add_features, parsed_kinds, side_files, stored_features
 from bunkbed.cli.shared.train_options import DATA, FileLayout, RecipeName, option, parameters
 from bunkbed.cli.shared.train_text import (
     explained,
@@ -45,7 +46,7 @@ from bunkbed.cli.shared.train_text import (
 from bunkbed.core.budget import parse_bytes
 from bunkbed.core.types import Json
 from bunkbed.train.features.features import ABOUT_NAME
-from bunkbed.train.features.reading import KINDS, parse_kinds
+from bunkbed.train.features.reading import KINDS
 from bunkbed.train.output.events import EpochReport, Event
 from bunkbed.train.output.progress import FREE_TO_CHANGE, Progress
 from bunkbed.train.processes.team import Team, join_team
@@ -167,8 +168,10 @@ def train(
         "strict": strict,
     }
     sides = {"user_features": user_features, "item_features": item_features}
-    features: Json = {**sides, "feature_kinds": _kinds(feature_kinds, any(sides.values()) or resume is not None)}
-    of_round = set() if more is None else {*_COLUMNS, *_OF_ROUND}
+    features: Json = {**sides, "feature_kinds": parsed_kinds(feature_kinds)}
+    if feature_kinds and not any(sides.values()) and (resume is None or more is not None):
+        raise UsageProblem("--feature-kinds is of columns of --user-features FILE and --item-features FILE: give one")
+    of_round = set() if more is None else {*_COLUMNS, *_OF_ROUND, *_FEATURES}
     resumed = _resumed_config(resume, options, given - of_round) if resume is not None else None
     need("torch", "pyarrow", "duckdb", "matplotlib", command="train")
     if tensorboard:
@@ -185,7 +188,8 @@ def train(
                 raise UsageProblem("--more works in one process: run it without torchrun, and go on with --resume")
             asked = {name: options[name] for name in given & {*_OF_ROUND}}
             columns = {name: value for name, value in reading.items() if name in given}
-            _add(resume, resumed, more, columns, asked, console, as_json=json)
+            sides = {name: features[name] for name in given & {*_FEATURES}}
+            _add(resume, resumed, more, columns, sides, asked, console, as_json=json)
             resumed, changes = _resumed_config(resume, {}, set()), {}
         return _go_on(team, resume, resumed, changes, console, as_json=json, tensorboard=tensorboard)
     assert file is not None and new_config is not None
@@ -239,7 +243,7 @@ def _start(
     # --more needs these options, and --resume if the preparation is killed.
     paths = {name: str(value.resolve()) for name, value in reading.items() if isinstance(value, Path)}
     about["reading"] = {**reading, **paths, "file": str(file.resolve())}
-    about |= _stored_features(features)
+    about |= stored_features(features)
 
     def store() -> None:
         write_config(folder, {**about, "train": config.to_dict(), "undecided": undecided})
@@ -248,7 +252,7 @@ def _start(
             say_data(console, read[0])
         else:
             save_dataset(folder / DATA_NAME, read[0])
-        if _add_features(folder, about, console):
+        if add_features(folder, about, console):
             read.clear()  # it has users or items more
 
     existed = folder.exists()
@@ -327,46 +331,23 @@ def _prepare(folder: Path, file: Path, reading: Json, config: TrainConfig, conso
         raise
 
 
-def _kinds(text: str, has_files: bool) -> dict[str, str]:
-    try:
-        kinds = parse_kinds(text)
-    except ValueError as error:
-        raise UsageProblem(str(error)) from error
-    if kinds and not has_files:
-        raise UsageProblem("--feature-kinds is of columns of --user-features FILE and --item-features FILE: give one")
-    return kinds
-
-
-def _stored_features(features: Json) -> Json:
-    """Return what a run's configuration says of its files of features."""
-    files = {name: str(value.resolve()) for name, value in features.items() if isinstance(value, Path)}
-    return {"features": {**features, **files}} if files else {}
-
-
-def _add_features(folder: Path, about: Json, console: Console) -> bool:
-    """Read the files of features that a run's configuration names; return whether there are any."""
-    from bunkbed.train.features.reading import SideFile, store_features
-
-    asked, columns = about.get("features", {}), about.get("reading", {})
-    files = {
-        side: SideFile(Path(asked[f"{side}_features"]), columns.get(f"{side}_col"))
-        for side in ("user", "item")
-        if asked.get(f"{side}_features") is not None
-    }
-    if files:
-        with console.status("reading features"):
-            found = store_features(folder / DATA_NAME, files, asked["feature_kinds"])
-        say_features(console, found)
-    return bool(files)
-
-
 def _add(
-    folder: Path, config: TrainConfig, file: Path, columns: Json, asked: Json, console: Console, *, as_json: bool
+    folder: Path,
+    config: TrainConfig,
+    file: Path,
+    columns: Json,
+    features: Json,
+    asked: Json,
+    console: Console,
+    *,
+    as_json: bool,
 ) -> None:
     """Add the interactions of a file to a run, and say what came and how it will be trained."""
     from bunkbed.train.more import add_interactions
 
-    reading = {name: value for name, value in read_config(folder).get("reading", {}).items() if name in _COLUMNS}
+    stored = read_config(folder)
+    sides = side_files(features, {**stored.get("reading", {}), **columns})
+    reading = {name: value for name, value in stored.get("reading", {}).items() if name in _COLUMNS}
     chosen: list[tuple[Round, dict[str, str]]] = []
 
     def decide(progress: Progress) -> Round:
@@ -374,7 +355,9 @@ def _add(
         return chosen[0][0]
 
     with console.status(f"reading {escape(str(file))}"):
-        merged = add_interactions(folder, config, file, {"strict": False, **reading, **columns}, decide)
+        options = {"strict": False, **reading, **columns}
+        kinds = features.get("feature_kinds", {})
+        merged, about = add_interactions(folder, config, file, options, decide, sides, kinds)
     (found, reasons), lr = chosen[0], config.lr * chosen[0][0].lr_scale
     values = {"epochs": found.epochs, "lr": lr, "lr_decay": found.lr_decay}
     repeated = f"; {merged.repeated:,} repeated pairs left out" if merged.repeated else ""
@@ -383,6 +366,7 @@ def _add(
         f"{merged.items:,} new items{repeated}",
         soft_wrap=True,
     )
+    say_features(console, {side: about[side] for side in sides})
     say_decisions(console, values, reasons)
     if as_json:
         print_json({"kind": "more", "file": file, **asdict(merged), "options": explained(values, reasons)})
@@ -409,7 +393,7 @@ def _go_on(
             console.print("the interactions were not read to their end; reading them again", soft_wrap=True)
             say_data(console, _prepare(folder, Path(reading.pop("file")), reading, config, console))
         if not (folder / DATA_NAME / ABOUT_NAME).exists():
-            _add_features(folder, read_config(folder), console)
+            add_features(folder, read_config(folder), console)
 
     run = open_run(folder, ram=config.table_ram_bytes)
     try:

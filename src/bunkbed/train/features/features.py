@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,21 @@ from bunkbed.train.data.store import write_rows
 from bunkbed.train.data.stored import opened
 from bunkbed.train.data.vocab import DataError, Float32Array, Int64Array
 
-__all__ = ["ABOUT_NAME", "SIDES", "Bags", "Features", "load_features", "table_of", "write_about", "write_features"]
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = [
+    "ABOUT_NAME",
+    "SIDES",
+    "Bags",
+    "Features",
+    "load_features",
+    "read_about",
+    "read_names",
+    "table_of",
+    "write_about",
+    "write_features",
+]
 
 SIDES = ("user", "item")
 #: Written last: it completes the features in a folder.
@@ -75,6 +89,24 @@ class Features:
         """The ids with a pair for training, ascending: ``int64[P]``."""
         return np.flatnonzero(self.has_pairs)
 
+    def grown(self, has_pairs: npt.NDArray[np.bool_], *, shared: bool) -> Features:
+        """Return the features with more ids, which have none.
+
+        Args:
+            has_pairs: ``bool[N]`` of all ids, the known ones first.
+            shared: whether all ids, the new ones too, have feature 0.
+        """
+        new = len(has_pairs) - len(self)
+        starts = self.starts[-1] + np.arange(1, new + 1) * shared
+        added = np.zeros(new * shared, np.int64)
+        return Features(
+            np.concatenate([self.starts, starts]),
+            np.concatenate([self.features, added]),
+            np.concatenate([self.weights, np.ones(len(added), np.float32)]),
+            self.num_features,
+            has_pairs,
+        )
+
     def of_new(self, count: int) -> Features:
         """Return the features of `count` other users, of whom a file of features says nothing: the shared one."""
         shared = np.zeros(count, np.int64)
@@ -115,29 +147,55 @@ def write_about(folder: Path, about: Json) -> None:
     replace_file(folder / ABOUT_NAME, (json.dumps({"version": 1, **about}, indent=2) + "\n").encode())
 
 
+def read_about(folder: Path) -> Json:
+    """Return what the features of a dataset's folder are, by side, as `write_about`; empty where it has none.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    path = folder / ABOUT_NAME
+    try:
+        about: Json = json.loads(path.read_text(encoding="utf-8"))
+        if any(int(about[side]["features"]) < 1 for side in SIDES if side in about):
+            raise ValueError("no features")
+    except FileNotFoundError:
+        return {}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path}: is damaged ({error}); put a copy of it back") from error
+    return about
+
+
+def read_names(folder: Path, side: str) -> list[tuple[str, str]]:
+    """Return column and value of each feature of one side.
+
+    Raises:
+        DataError: the file is damaged or missing.
+    """
+    table = _read(folder / f"{table_of(side)}_names.parquet")
+    return list(zip(table["column"].to_pylist(), table["value"].to_pylist(), strict=True))
+
+
 def load_features(folder: Path) -> dict[str, Features]:
     """Return the features of a dataset's folder by side; none where it has none.
 
     Raises:
         DataError: a file is damaged or missing.
     """
+    about = read_about(folder)
+    return {side: _load(folder, side, int(about[side]["features"])) for side in SIDES if side in about}
+
+
+def _read(path: Path) -> pa.Table:
     try:
-        about: Json = json.loads((folder / ABOUT_NAME).read_text(encoding="utf-8"))
-        return {side: _load(folder, side, int(about[side]["features"])) for side in SIDES if side in about}
+        with opened(path) as file:
+            return file.read()
     except FileNotFoundError as error:
-        if Path(error.filename).name == ABOUT_NAME:
-            return {}
-        raise DataError(f"{folder}: {Path(error.filename).name} is missing; put a copy of it back") from error
-    except (KeyError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"{folder / ABOUT_NAME}: is damaged ({error}); put a copy of it back") from error
+        raise DataError(f"{path}: is missing; put a copy of it back") from error
 
 
 def _load(folder: Path, side: str, num_features: int) -> Features:
     path = folder / f"{table_of(side)}s.parquet"
-    with opened(path) as file:
-        table = file.read()
+    table = _read(path)
     lists = table["features"].combine_chunks()
     features = lists.values.to_numpy()
     if len(features) and not 0 <= features.min() <= features.max() < num_features:

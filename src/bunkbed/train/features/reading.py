@@ -12,6 +12,9 @@ Each other column is a feature of one kind:
 Kinds that are not given: of a name such as ``genre:token_seq``, as RecBole writes it, the type says the kind; otherwise
 columns of numbers are numbers, text with a ``|`` is values, and other text is categories. A missing value is no
 feature. A value that one id alone has says nothing about others, so it gets no row.
+
+Features keep their numbers, and columns their kinds, means and deviations, when a run gets a later file (``before``):
+the rows of the features are trained by then. The later file says all: features of ids that it does not have are gone.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,7 +37,15 @@ from bunkbed.train.data.reading import INTEGER, MISSING_WORDS
 from bunkbed.train.data.store import load_vocabs, open_known_pairs, write_rows
 from bunkbed.train.data.text import TextFile, TextRows, check_utf8, find_separator, split_line
 from bunkbed.train.data.vocab import DataError, Float32Array, Int64Array, Vocab
-from bunkbed.train.features.features import SIDES, Features, write_about, write_features
+from bunkbed.train.features.features import (
+    SIDES,
+    Features,
+    load_features,
+    read_about,
+    read_names,
+    write_about,
+    write_features,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -69,12 +81,23 @@ class Column:
         kind: one of `KINDS`.
         features: its features.
         left_out: values of one id alone.
+        mean: what is taken from its numbers.
+        deviation: what they are divided by then.
     """
 
     name: str
     kind: str
     features: int
     left_out: int = 0
+    mean: float = 0.0
+    deviation: float = 1.0
+
+
+class _Before(NamedTuple):
+    """What a run already knows of one side: column and value of each feature, and its columns by name."""
+
+    names: list[tuple[str, str]]
+    columns: dict[str, Column]
 
 
 class _File(NamedTuple):
@@ -88,13 +111,11 @@ class _File(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The features of one column: ``int64`` rows of the file and features, counted from 0, ``float32`` weights."""
+    """The features of one column: ``int64`` rows and features, ``float32`` weights."""
 
     rows: Int64Array
     features: Int64Array
     weights: Float32Array
-    values: list[str]
-    left_out: int = 0
 
 
 def parse_kinds(text: str) -> dict[str, str]:
@@ -117,37 +138,62 @@ def parse_kinds(text: str) -> dict[str, str]:
     return found
 
 
-def store_features(folder: Path, files: Mapping[str, SideFile], kinds: Mapping[str, str]) -> Json:
+def store_features(
+    folder: Path,
+    files: Mapping[str, SideFile],
+    kinds: Mapping[str, str],
+    before: Path | None = None,
+    kinds_before: Mapping[str, str] | None = None,
+) -> Json:
     """Read files of features into a dataset's folder; ids without interactions become users or items without pairs.
 
     Args:
         folder: has a dataset (`bunkbed.train.data.store.save_dataset`).
         files: by side, ``"user"`` or ``"item"``.
         kinds: of columns, by name or position.
+        before: the folder of the run's smaller dataset with features, whose ids are the first ones of `folder`. A side
+            without a file keeps its features, and its new ids have none.
+        kinds_before: those that were given for it.
 
     Returns:
-        By side: ``ids``, of the file; ``new``, those without interactions; ``features``; ``columns`` as `Column`.
+        By side: ``source``; ``ids``, of the file; ``new``, those without interactions; ``features``, of all columns;
+        ``columns``, as `Column`.
 
     Raises:
         DataError: a file cannot be read, has rows of unequal length, an id twice or missing, no id of the interactions,
-            or a number that is none; or no file has a column of `kinds`. OSError: a file cannot be read or written.
+            or a number that is none; or no file has a column of `kinds`; or the run has no features of a file's side.
+            OSError: a file cannot be read or written.
     """
     about: Json = {}
     named: set[str] = set()
+    known: Json = {} if before is None else read_about(before)
     for side in SIDES:
         if side in files:
-            file = _read(files[side], side, kinds)
+            if before is not None and side not in known:
+                raise DataError(f"{files[side].path}: the run has no features of {side}s; start a new run with them")
+            file = _read(files[side], side, {**(kinds_before or {}), **kinds})
             named.update(name for at, name in enumerate(file.names) for name in (name, str(at)))
-            about[side] = _store(folder, side, file, files[side].id_col)
+            of_side = None
+            if before is not None:
+                columns = {each["name"]: Column(**each) for each in known[side]["columns"]}
+                of_side = _Before(read_names(before, side), columns)
+            about[side] = _store(folder, side, file, files[side].id_col, of_side)
+        elif before is not None and side in known:
+            about[side] = known[side]
+            vocab = load_vocabs(folder)[SIDES.index(side)]
+            has_pairs = _has_pairs(folder, side, len(vocab))
+            grown = load_features(before)[side].grown(has_pairs, shared=side == "user")
+            write_features(folder, side, grown, read_names(before, side))
     for name in kinds:
         if name not in named:
             paths = ", ".join(str(file.path) for file in files.values())
             raise DataError(f"{paths}: no column {name!r}, which --feature-kinds names")
-    write_about(folder, about)
+    if about:
+        write_about(folder, about)
     return about
 
 
-def _store(folder: Path, side: str, file: _File, id_col: str | None) -> Json:
+def _store(folder: Path, side: str, file: _File, id_col: str | None, before: _Before | None) -> Json:
     at = _id_column(file, side, id_col)
     vocab = load_vocabs(folder)[SIDES.index(side)]
     labels = _labels(file, at, side, vocab)
@@ -161,26 +207,46 @@ def _store(folder: Path, side: str, file: _File, id_col: str | None) -> Json:
     parts, columns = [], []
     # What every user has in common; of items it would add the same to all scores of a user.
     names = [("", "every user")] if side == "user" else []
+    numbers = _Numbers(names if before is None else before.names)
     for place, cells in enumerate(file.columns):
+        known = None if before is None else before.columns.get(file.names[place])
         if place != at and file.kinds[place] != "skip":
-            part, column = _column(file, place, cells)
-            parts.append(part._replace(rows=ids[part.rows], features=part.features + len(names)))
+            part, column = _column(file, place, cells, numbers, known)
+            parts.append(part._replace(rows=ids[part.rows]))
             columns.append(column)
-            names += [(column.name, value) for value in part.values]
     if not any(column.features for column in columns):
         raise DataError(f"{file.path}: has no feature that two {side}s share; leave it out")
     if side == "user":
         every = np.arange(len(grown))
-        parts.insert(0, _Part(every, np.zeros_like(every), np.ones(len(every), np.float32), []))
+        parts.insert(0, _Part(every, np.zeros_like(every), np.ones(len(every), np.float32)))
     if new:
         import pyarrow as pa
 
         table = pa.table({"label": grown.array})
         write_rows(folder / f"{side}s.parquet", table.schema, table.to_batches())
-    features = _joined(parts, len(names), _has_pairs(folder, side, len(grown)))
-    write_features(folder, side, features, names)
-    found = {"source": file.path, "ids": len(ids), "new": new, "features": len(names)}
-    return {**found, "columns": [asdict(column) for column in columns]}
+    features = _joined(parts, len(numbers.names), _has_pairs(folder, side, len(grown)))
+    write_features(folder, side, features, numbers.names)
+    found = {"source": file.path, "ids": len(ids), "new": new, "features": len(numbers.names)}
+    absent = [] if before is None else [each for name, each in before.columns.items() if name not in file.names]
+    return {**found, "columns": [asdict(column) for column in (*columns, *absent)]}
+
+
+class _Numbers:
+    """The numbers of features by column and value, by first appearance after those of `names`."""
+
+    def __init__(self, names: Sequence[tuple[str, str]]) -> None:
+        self.names = list(names)
+        self._numbers = {name: number for number, name in enumerate(self.names)}
+
+    def has(self, column: str, value: str) -> bool:
+        return (column, value) in self._numbers
+
+    def of(self, column: str, value: str) -> int:
+        """Return the number of a feature, a new one if it has none."""
+        number = self._numbers.setdefault((column, value), len(self.names))
+        if number == len(self.names):
+            self.names.append((column, value))
+        return number
 
 
 def _joined(parts: Sequence[_Part], num_features: int, has_pairs: npt.NDArray[np.bool_]) -> Features:
@@ -228,14 +294,22 @@ def _labels(file: _File, at: int, side: str, vocab: Vocab) -> pa.Array:
     return pa.array(list(seen), pa.large_string())
 
 
-def _column(file: _File, at: int, cells: Sequence[Cell]) -> tuple[_Part, Column]:
-    """Return the features of one column."""
-    kind = file.kinds[at] or _guessed(cells)
+def _column(
+    file: _File, at: int, cells: Sequence[Cell], numbers: _Numbers, known: Column | None
+) -> tuple[_Part, Column]:
+    """Return the features of one column.
+
+    Args:
+        known: what the run knows of the column, or None.
+    """
+    kind = known.kind if known is not None else file.kinds[at] or _guessed(cells)
+    name, size = file.names[at], len(numbers.names)
     if kind == "number":
-        part = _numbers(file, at, cells)
-    else:
-        part = _values([_split(cell, None) for cell in cells] if kind == "category" else _split_all(cells))
-    return part, Column(file.names[at], kind, len(part.values), part.left_out)
+        part, mean, deviation = _weights(file, at, cells, numbers, known)
+        return part, Column(name, kind, int(numbers.has(name, "")), 0, mean, deviation)
+    lists = [_split(cell, None) for cell in cells] if kind == "category" else _split_all(cells)
+    part, left_out = _values(name, lists, numbers)
+    return part, Column(name, kind, len(numbers.names) - size + (known.features if known else 0), left_out)
 
 
 def _guessed(cells: Sequence[Cell]) -> str:
@@ -273,20 +347,19 @@ def _split_all(cells: Sequence[Cell]) -> list[list[str]]:
     return [_split(cell, separator) for cell in cells]
 
 
-def _values(lists: Sequence[Sequence[str]]) -> _Part:
-    """Return a feature for each value that two rows have, numbered by first appearance."""
-    counts: dict[str, int] = {}
-    for values in lists:
-        for value in values:
-            counts[value] = counts.get(value, 0) + 1
-    numbers = {value: at for at, value in enumerate(value for value, count in counts.items() if count > 1)}
-    pairs = [(row, numbers[value]) for row, values in enumerate(lists) for value in values if value in numbers]
+def _values(name: str, lists: Sequence[Sequence[str]], numbers: _Numbers) -> tuple[_Part, int]:
+    """Return the features of a column, and how many values are left out: new ones of one row alone."""
+    counts = Counter(value for values in lists for value in values)
+    chosen = {value: numbers.of(name, value) for value in counts if counts[value] > 1 or numbers.has(name, value)}
+    pairs = [(row, chosen[value]) for row, values in enumerate(lists) for value in values if value in chosen]
     rows, features = np.array(pairs, np.int64).reshape(-1, 2).T
-    return _Part(rows, features, np.ones(len(pairs), np.float32), list(numbers), len(counts) - len(numbers))
+    return _Part(rows, features, np.ones(len(pairs), np.float32)), len(counts) - len(chosen)
 
 
-def _numbers(file: _File, at: int, cells: Sequence[Cell]) -> _Part:
-    """Return one feature, or none where all numbers are equal."""
+def _weights(
+    file: _File, at: int, cells: Sequence[Cell], features: _Numbers, known: Column | None
+) -> tuple[_Part, float, float]:
+    """Return the feature of a column of numbers, none where all are equal; with the mean and the deviation."""
     given = [(row, cell) for row, cell in enumerate(cells) if isinstance(cell, list) or not _is_missing(cell)]
     numbers = np.array([math.nan if isinstance(cell, list) else _number(cell) for _, cell in given], np.float64)
     bad = np.flatnonzero(np.isnan(numbers))
@@ -297,12 +370,14 @@ def _numbers(file: _File, at: int, cells: Sequence[Cell]) -> _Part:
             f"correct it, or give --feature-kinds {file.names[at]}=category"
         )
     rows = np.array([row for row, _ in given], np.int64)
-    if not np.isin(numbers, (0, 1)).all():
-        spread = numbers.std()
-        numbers = (numbers - numbers.mean()) / spread if spread else np.zeros_like(numbers)
+    mean, deviation = (0.0, 1.0) if known is None else (known.mean, known.deviation)
+    if known is None and not np.isin(numbers, (0, 1)).all():
+        mean, deviation = float(numbers.mean()), float(numbers.std()) or 1.0
+    numbers = (numbers - mean) / deviation
     has = numbers != 0
-    values = [""] if has.any() else []
-    return _Part(rows[has], np.zeros(int(has.sum()), np.int64), numbers[has].astype(np.float32), values)
+    feature = features.of(file.names[at], "") if has.any() else 0
+    part = _Part(rows[has], np.full(int(has.sum()), feature), numbers[has].astype(np.float32))
+    return part, mean, deviation
 
 
 def _read(given: SideFile, side: str, kinds: Mapping[str, str]) -> _File:
