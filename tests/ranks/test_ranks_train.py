@@ -31,6 +31,7 @@ from bunkbed.train.data.store import open_dataset, save_dataset
 from bunkbed.train.data.vocab import Vocab
 from bunkbed.train.evaluate.evaluator import evaluate_run
 from bunkbed.train.evaluate.ranking import full_ranks, sampled_ranks
+from bunkbed.train.features.reading import SideFile, store_features
 from bunkbed.train.loop import Trainer
 from bunkbed.train.models.dense import DENSE_FILE, dense_state
 from bunkbed.train.output.events import EpochReport, Event, StepReport
@@ -53,6 +54,7 @@ CONFIGS = {
     "two-tower": replace(MF, model="two-tower", layers="8", loss="softmax", negatives=20, share_negatives=True),
     "blocks": replace(MF, order="blocks:3x2", optimizer="adagrad"),
     "weights": replace(MF, valid="time:0.9"),
+    "side features": replace(MF, negatives=30, share_negatives=True),
 }
 
 
@@ -79,6 +81,18 @@ def _rows(run: Run) -> dict[str, np.ndarray]:
             found[f"{name}.{slot}"] = values[np.argsort(ids)]
     weights = dense_state(run.read(DENSE_FILE))["weights"]
     return found | {name: value.numpy() for name, value in weights.items()}
+
+
+def _add_features(place: Path) -> None:
+    """Store features of users and items in the folder of a run that does not exist yet."""
+    Run(place, ram="1MiB").close(commit=False)
+    save_dataset(place / "data", _data())
+    files = {}
+    for side, count in (("user", USERS), ("item", ITEMS)):
+        path = place.with_name(f"{side}s.csv")
+        path.write_text(f"{side},kind,size\n" + "".join(f"{one},k{one % 3},{one % 7}\n" for one in range(count)))
+        files[side] = SideFile(path)
+    store_features(place / "data", files, {})
 
 
 def _stored(place: Path) -> dict[str, np.ndarray]:
@@ -164,6 +178,9 @@ def _trains(
 )
 def test_ranks_train_the_rows_of_one_process(name: str, world: int, tmp_path: Path) -> None:
     config = CONFIGS[name]
+    if name == "side features":
+        for place in ("run", "one"):
+            _add_features(tmp_path / place)
     said = spawn(world, _trains, str(tmp_path / "run"), config)
     rows, losses = _one_process(tmp_path / "one", config, world)
     _assert_same(_stored(tmp_path / "run"), rows)

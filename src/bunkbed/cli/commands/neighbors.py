@@ -52,6 +52,7 @@ def neighbors(
         with stderr().status("reading rows"):
             found, scores = bb.neighbors(opened.table, one, k, metric=metric.value)
         name = opened.table.name
+        has_features = opened.has_features
 
     def to_labels(ids: Ids) -> Sequence[int | str]:
         return ids.tolist() if vocab is None else vocab.decode(ids)
@@ -71,6 +72,11 @@ def neighbors(
             }
         )
         return
+    if has_features:
+        stderr().print(
+            f"compared: the rows of {escape(name)} without their features, which are in {escape(name)}_feature",
+            soft_wrap=True,
+        )
     listing = Listing(box=None, padding=(0, 3, 0, 0), header_style="dim")
     listing.add_column("", justify="right", style="dim")
     listing.add_column("id")

@@ -26,12 +26,14 @@ class OpenedTable:
         snapshot: the kept commit that is open; None: the newest commit.
         vocab: labels of a training run's users or items; None: the rows have no labels, only ids.
         what: "user" or "item", if there are labels.
+        has_features: whether the rows are of users or items with features, which are in another table.
     """
 
     table: Table
     snapshot: str | None
     vocab: Vocab | None = None
     what: str = ""
+    has_features: bool = False
 
 
 @contextmanager
@@ -67,5 +69,8 @@ def open_rows(
         from bunkbed.train.data.store import load_vocabs
 
         users, items = load_vocabs(path / DATA_NAME)
-        is_user = wanted == "user"
-        yield OpenedTable(run.table(wanted), snapshot, users if is_user else items, "user" if is_user else "item")
+        vocab, what = {"user": (users, "user"), "item": (items, "item"), "item_bias": (items, "item")}.get(
+            str(wanted), (None, "")
+        )
+        has_features = f"{wanted}_feature" in run.table_names
+        yield OpenedTable(run.table(wanted), snapshot, vocab, what, has_features)

@@ -171,8 +171,8 @@ def read_names(folder: Path, side: str) -> list[tuple[str, str]]:
     Raises:
         DataError: the file is damaged or missing.
     """
-    table = _read(folder / f"{table_of(side)}_names.parquet")
-    return list(zip(table["column"].to_pylist(), table["value"].to_pylist(), strict=True))
+    columns = _read(folder / f"{table_of(side)}_names.parquet", "column", "value")
+    return list(zip(*(column.to_pylist() for column in columns), strict=True))
 
 
 def load_features(folder: Path) -> dict[str, Features]:
@@ -185,25 +185,25 @@ def load_features(folder: Path) -> dict[str, Features]:
     return {side: _load(folder, side, int(about[side]["features"])) for side in SIDES if side in about}
 
 
-def _read(path: Path) -> pa.Table:
+def _read(path: Path, *names: str) -> list[pa.ChunkedArray]:
     try:
         with opened(path) as file:
-            return file.read()
+            table = file.read()
+            return [table[name] for name in names]
     except FileNotFoundError as error:
         raise DataError(f"{path}: is missing; put a copy of it back") from error
 
 
 def _load(folder: Path, side: str, num_features: int) -> Features:
     path = folder / f"{table_of(side)}s.parquet"
-    table = _read(path)
-    lists = table["features"].combine_chunks()
+    lists, weights, has_pairs = (column.combine_chunks() for column in _read(path, "features", "weights", "has_pairs"))
     features = lists.values.to_numpy()
     if len(features) and not 0 <= features.min() <= features.max() < num_features:
         raise DataError(f"{path}: is damaged (a feature is not among {num_features:,}); put a copy of it back")
     return Features(
         lists.offsets.to_numpy(),
         features,
-        table["weights"].combine_chunks().values.to_numpy(),
+        weights.values.to_numpy(),
         num_features,
-        table["has_pairs"].to_numpy(),
+        has_pairs.to_numpy(zero_copy_only=False),
     )

@@ -403,7 +403,7 @@ def _read_text(text: TextFile, side: str, id_col: str | None, kinds: Mapping[str
     has_header = (
         id_col in header
         or well_known(header, _WELL_KNOWN[side]) is not None
-        or any(name in kinds for name in header)
+        or any(name in kinds and not name.isdecimal() for name in header)
         or looks_like_header(sample, ())
     )
     names = header if has_header else [str(at) for at in range(len(header))]
@@ -418,11 +418,12 @@ def _read_text(text: TextFile, side: str, id_col: str | None, kinds: Mapping[str
             check_utf8(text.path, number, f"column {name!r}", field)
             column.append(field.strip())
         places.append(f"line {number}")
-    types = [name.rpartition(":") for name in names] if has_header else []
-    plain = [name if kind in _TYPES and name else whole for whole, (name, _, kind) in zip(names, types, strict=True)]
-    return _File(
-        text.path, plain or names, [*columns], places, [_TYPES.get(kind) for _, _, kind in types] or [None] * len(names)
-    )
+    kinds_of_types: list[str | None] = []
+    for at, name in enumerate(names):
+        plain, _, kind = name.rpartition(":")
+        kinds_of_types.append(_TYPES.get(kind) if plain else None)
+        names[at] = plain if kinds_of_types[-1] else name
+    return _File(text.path, names, [*columns], places, kinds_of_types)
 
 
 def _read_parquet(path: str) -> _File:

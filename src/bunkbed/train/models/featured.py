@@ -83,7 +83,7 @@ class FeaturedRows:
     def lookup(self, ids: Int64Array, *, touch: bool = True) -> Float32Array:
         """Return vectors: ``int64[...]`` -> ``float32[..., dim]``."""
         found = self._rows.lookup(ids, touch=touch)
-        flat, vectors = ids.reshape(-1), found.reshape(ids.size, -1)
+        flat, vectors = ids.reshape(-1), found.reshape(-1, found.shape[-1])
         vectors[~self._features.has_pairs[flat]] = 0
         for first in range(0, len(flat), _CHUNK):
             bags = self._features.bags(flat[first : first + _CHUNK])
