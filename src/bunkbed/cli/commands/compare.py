@@ -133,7 +133,7 @@ def _table(runs: Sequence[RunSummary], baselines: Sequence[Baseline], names: Seq
             continue
         table.add_row(
             escape(str(row.folder)),
-            *([escape(", ".join(f"{name} {_option(getattr(row.config, name))}" for name in names))] if names else []),
+            *([escape(", ".join(f"{name} {_option(row.options[name])}" for name in names))] if names else []),
             row.config.valid if row.config.split == "random" else row.config.split,
             f"{row.epochs}" if row.is_done else f"{row.epochs} of {row.config.epochs}",
             "-" if row.best_epoch is None else str(row.best_epoch),

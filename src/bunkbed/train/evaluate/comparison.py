@@ -11,9 +11,11 @@ from typing import Any
 import bunkbed as bb
 from bunkbed.core.types import Json
 from bunkbed.train.evaluate.results import JUDGED_BY, Baseline, EvalResult, load_test
+from bunkbed.train.features.features import SIDES, read_about
 from bunkbed.train.output.plots import read_metrics
 from bunkbed.train.output.progress import Progress
 from bunkbed.train.settings.config import TrainConfig
+from bunkbed.train.settings.run_config import DATA_NAME
 
 __all__ = ["RunSummary", "differing_options", "ranked", "summarize_run", "with_baselines"]
 
@@ -35,6 +37,7 @@ class RunSummary:
         seconds: of the steps of the finished epochs; None before the first.
         hit_rate: of the last finished epoch; None before the first.
         data: numbers of users, items and training pairs, which identify the data set.
+        features: who has side features, "item, user"; empty: none.
     """
 
     folder: Path
@@ -49,6 +52,12 @@ class RunSummary:
     seconds: float | None
     hit_rate: float | None
     data: tuple[int, int, int]
+    features: str = ""
+
+    @property
+    def options(self) -> Json:
+        """The options in which runs may differ."""
+        return {**self.config.to_dict(), "features": self.features}
 
     @property
     def value(self) -> float | None:
@@ -80,7 +89,7 @@ def summarize_run(folder: Path) -> RunSummary:
     # An epoch that a resumed run finished may have had no step left.
     rates = [epoch["samples_per_s"] for epoch in epochs if epoch.get("samples_per_s")]
     users, items, pairs = (
-        pq.read_metadata(folder / "data" / f"{name}.parquet").num_rows for name in ("users", "items", "train")
+        pq.read_metadata(folder / DATA_NAME / f"{name}.parquet").num_rows for name in ("users", "items", "train")
     )
     return RunSummary(
         folder=folder,
@@ -95,6 +104,7 @@ def summarize_run(folder: Path) -> RunSummary:
         seconds=sum(epoch.get("seconds", 0.0) for epoch in epochs) if epochs else None,
         hit_rate=epochs[-1]["unique_hit_rate"] if epochs else None,
         data=(users, items, pairs),
+        features=", ".join(sorted(set(SIDES).intersection(read_about(folder / DATA_NAME)))),
     )
 
 
@@ -108,8 +118,8 @@ def _finished_epochs(folder: Path, count: int) -> list[Json]:
 
 
 def differing_options(runs: Sequence[RunSummary]) -> list[str]:
-    """Return the names of the options in which the runs differ, in the order of `TrainConfig`."""
-    every = [run.config.to_dict() for run in runs]
+    """Return the names of the options in which the runs differ, in the order of `RunSummary.options`."""
+    every = [run.options for run in runs]
     return [name for name in every[0] if any(one[name] != every[0][name] for one in every[1:])]
 
 
