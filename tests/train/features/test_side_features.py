@@ -198,16 +198,18 @@ def test_users_share_one_feature(tmp_path: Path) -> None:
         "sku,genre,year\n1,A|B,95\n2,B,95\n3,A,96\n",
         gzip.compress(b"1::A|B::95\n2::B::95\n3::A::96\n"),
         "1|A B|95\n2|B|95\n3|A|96\n",
+        "id\tgenre\tyear\n1\tA,B\tnew\n2\tB\tnew\n3\tA\told\n",
         '"1","A, B",95\r\n"2",B,95\r\n"3",A,96\r\n',
     ],
-    ids=["RecBole", "header", "gzip, colons", "bars", "quoted"],
+    ids=["RecBole", "header", "gzip, colons", "bars", "only text", "quoted"],
 )
 def test_forms_of_text(text: str | bytes, tmp_path: Path) -> None:
     has_names = isinstance(text, str) and "genre" in text
     genre, year = ("genre", "year") if has_names else ("1", "2")
     read(tmp_path, text, "" if isinstance(text, str) and ":token" in text else f"{genre}=values,{year}=category")
     found, names = matrix(tmp_path / "data", "item")
-    assert names == [(genre, "A"), (genre, "B"), (year, "95")]
+    old = "new" if isinstance(text, str) and "new" in text else "95"
+    assert names == [(genre, "A"), (genre, "B"), (year, old)]
     assert found.tolist() == [[1, 1, 1], [0, 1, 1], [1, 0, 0]]
 
 
@@ -245,6 +247,7 @@ def test_the_column_of_ids_is_the_named_one_or_a_well_known_one(tmp_path: Path) 
         ("item,a\n1,x\nb,x\n", "", "features.csv line 3: the item 'b' is no integer, as those of the interactions are"),
         ("id,a\n7,x\n8,x\n", "", "none of its 2 items is among the 3 of the interactions; the column of ids is 'id'"),
         ("item\n1\n2\n", "", "has one column"),
+        ("id,a,a\n1,x,y\n", "", "2 columns are called 'a'; give each a name of its own"),
         ("item,a\n", "", "has a header and no rows"),
         ("id,a\n1,x\n2,y\n", "", "has no feature that two items share; leave it out"),
         ("id,a\n1,2\n2,b\n", "a=number", r"line 3: 'a' is not a finite number \(found 'b'\); correct it, or give --fe"),

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 __all__ = ["KINDS", "SideFile", "parse_kinds", "store_features"]
 
 KINDS = ("category", "values", "number", "skip")
-_WELL_KNOWN = {"user": USER_NAMES, "item": ITEM_NAMES}
+_WELL_KNOWN = {"user": USER_NAMES | {"id"}, "item": ITEM_NAMES | {"id"}}
 #: Kinds of the types in RecBole's names of columns.
 _TYPES = {"token": "category", "token_seq": "values", "float": "number"}
 #: One value, or the values of a list column.
@@ -161,7 +161,7 @@ def store_features(
 
     Raises:
         DataError: a file cannot be read, has rows of unequal length, an id twice or missing, no id of the interactions,
-            or a number that is none; or no file has a column of `kinds`; or the run has no features of a file's side.
+            two columns of one name, or a number that is none; or no file has a column of `kinds`; or the run has no features of a file's side.
             OSError: a file cannot be read or written.
     """
     about: Json = {}
@@ -388,6 +388,9 @@ def _read(given: SideFile, side: str, kinds: Mapping[str, str]) -> _File:
         raise DataError(f"{file.path}: has one column; features need a column of ids and at least one other")
     if not file.places:
         raise DataError(f"{file.path}: has a header and no rows")
+    for name, count in Counter(file.names).items():
+        if count > 1:
+            raise DataError(f"{file.path}: {count} columns are called {name!r}; give each a name of its own")
     found = [
         kinds.get(name, kinds.get(str(at), kind))
         for at, (name, kind) in enumerate(zip(file.names, file.kinds, strict=True))
@@ -422,7 +425,7 @@ def _read_text(text: TextFile, side: str, id_col: str | None, kinds: Mapping[str
     for at, name in enumerate(names):
         plain, _, kind = name.rpartition(":")
         kinds_of_types.append(_TYPES.get(kind) if plain else None)
-        names[at] = plain if kinds_of_types[-1] else name
+        names[at] = (plain if kinds_of_types[-1] else name) or str(at)
     return _File(text.path, names, [*columns], places, kinds_of_types)
 
 
