@@ -349,7 +349,7 @@ def test_the_probabilities_of_popular_items_are_those_of_drawing(tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["own negatives", "sasrec"])
-def test_vectors_of_ranking(name: str, tmp_path: Path) -> None:
+def test_vectors_of_ranking(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Own row plus features, features alone without pairs; the same bits alone and with others, and as in training."""
     trained(tmp_path, CONFIGS[name])
     with bb.Run(tmp_path, ram="64MiB", mode="r") as run:
@@ -363,6 +363,8 @@ def test_vectors_of_ranking(name: str, tmp_path: Path) -> None:
         alone = np.concatenate([every.lookup(ids[one : one + 1]) for one in range(ITEMS)])
         assert together.tobytes() == alone.tobytes()
         assert every.lookup(ids.reshape(-1, 4)).tobytes() == together.tobytes()
+        monkeypatch.setattr("bunkbed.train.models.featured._CHUNK", 7)
+        assert every.lookup(ids).tobytes() == together.tobytes()
         rows[ITEMS - COLD :] = 0
         np.testing.assert_allclose(together, rows + matrix(tmp_path / "data", "item")[0] @ values, rtol=1e-4, atol=1e-6)
         assert np.abs(values).min(axis=1).max() > 0
@@ -395,6 +397,8 @@ def test_bits_do_not_depend_on_memory_lookahead_and_stops(name: str, tmp_path: P
         "lookahead": (replace(config, ram="2MiB", lookahead=3, window=4), 0),
         "stream": (replace(config, stream=True, eval_users=1000), 0),
         "stopped": (config, 3),
+        "device cache": (replace(config, ram="8MiB", device_cache="8KiB"), 0),
+        "no rows on the device": (replace(config, device_cache=0), 0),
     }
     for place, (variant, stop_at) in variants.items():
         other = trained(tmp_path / place, variant, stop_at=stop_at)

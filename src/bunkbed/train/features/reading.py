@@ -161,8 +161,8 @@ def store_features(
 
     Raises:
         DataError: a file cannot be read, has rows of unequal length, an id twice or missing, no id of the interactions,
-            two columns of one name, or a number that is none; or no file has a column of `kinds`; or the run has no features of a file's side.
-            OSError: a file cannot be read or written.
+            two columns of one name, or a number that is none; or no file has a column of `kinds`; or the run has no
+            features of a file's side. OSError: a file cannot be read or written.
     """
     about: Json = {}
     named: set[str] = set()
