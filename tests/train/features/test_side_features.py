@@ -311,6 +311,14 @@ def test_a_step_is_that_of_torch(tmp_path: Path) -> None:
         scores = (vectors["user"][users][:, None] * vectors["item"][items]).sum(-1)
         expected_loss = torch.nn.functional.softplus(scores[:, 1:] - scores[:, :1]).mean()
         expected_loss.backward()
+        wanted = trainer.model.wanted((users, items))  # what is read ahead of the step
+        read = {layer.table.name: np.unique(ids.numpy()).tolist() for layer, ids in wanted.items()}
+        assert read == {
+            "user": np.unique(batch.users).tolist(),
+            "user_feature": np.flatnonzero(dense["user"][users].any(0)).tolist(),
+            "item": np.unique(batch.items).tolist(),
+            "item_feature": np.flatnonzero(dense["item"][items.reshape(-1)].any(0)).tolist(),
+        }
         loss = trainer.model(users, items)
         loss.backward()
         trainer.optimizer.step()
