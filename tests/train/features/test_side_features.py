@@ -194,7 +194,7 @@ def test_users_share_one_feature(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "item_id:token\tgenre:token_seq\tyear:token\n1\tA B\t95\n2\tB\t95\n3\tA\t96\n",
+        "item_id:token\tgenre:token_seq\tyear:token\n1\tA B\t95\n2\tB C,D\t95\n3\tA\t96\n",
         "sku,genre,year\n1,A|B,95\n2,B,95\n3,A,96\n",
         gzip.compress(b"1::A|B::95\n2::B::95\n3::A::96\n"),
         "1|A B|95\n2|B|95\n3|A|96\n",
@@ -455,7 +455,7 @@ def test_items_and_users_without_pairs_get_what_their_features_say(cli: Run, fil
     code, out, err = cli("train", "pairs.csv", *SMALL, *SIDES, "--out", "run")
     assert (code, err) == (0, "")
     said = out.splitlines()
-    assert "users.csv  62 users with 5 features: kind (4 values)" in said
+    assert "users.csv  62 users with 4 features: kind (4 values)" in said
     assert "2 users have features and no interactions; they are ranked by these" in said
     assert "items.csv  40 items with 7 features: kind (4 values), size (number), tags (2 values)" in said
     assert "8 items have features and no interactions; they are ranked by these" in said

@@ -77,7 +77,8 @@ def say_features(console: Console, about: Json) -> None:
     for side, found in about.items():
         columns = [f"{each['name']} {_said(each)}" for each in found["columns"] if each["features"]]
         name, listed = escape(Path(found["source"]).name), escape(", ".join(columns))
-        lines = [f"[b]{name}[/b]  {found['ids']:,} {side}s with {found['features']:,} features: {listed}"]
+        count = sum(each["features"] for each in found["columns"])
+        lines = [f"[b]{name}[/b]  {found['ids']:,} {side}s with {count:,} features: {listed}"]
         left_out = sum(each["left_out"] for each in found["columns"])
         if left_out:
             lines.append(f"{left_out:,} values of one {side} alone left out: they say nothing about others")

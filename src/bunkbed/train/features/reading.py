@@ -4,7 +4,7 @@ Each other column is a feature of one kind:
 
 - ``"category"``: each value is a feature of weight 1.
 - ``"values"``: several values between ``|``, ``;``, ``,`` or blanks (the first of these that the column has), each a
-  feature of weight 1. A list column of Parquet is of this kind.
+  feature of weight 1. A list column of Parquet is of this kind. RecBole's ``token_seq`` has blanks.
 - ``"number"``: one feature, whose weight is the number, less the mean of the column, divided by its standard deviation.
   Numbers that are all 0 or 1 are weights as they are.
 - ``"skip"``: none.
@@ -108,6 +108,7 @@ class _File(NamedTuple):
     columns: list[Sequence[Cell]]
     places: Sequence[str]
     kinds: list[str | None]
+    has_blanks: Sequence[bool]  # between values, whatever else is in the column
 
 
 class _Part(NamedTuple):
@@ -307,7 +308,8 @@ def _column(
     if kind == "number":
         part, mean, deviation = _weights(file, at, cells, numbers, known)
         return part, Column(name, kind, int(numbers.has(name, "")), 0, mean, deviation)
-    lists = [_split(cell, None) for cell in cells] if kind == "category" else _split_all(cells)
+    separator = None if kind == "category" else " " if file.has_blanks[at] else _separator(cells)
+    lists = [_split(cell, separator) for cell in cells]
     part, left_out = _values(name, lists, numbers)
     return part, Column(name, kind, len(numbers.names) - size + (known.features if known else 0), left_out)
 
@@ -341,10 +343,10 @@ def _split(cell: Cell, separator: str | None) -> list[str]:
     return list(dict.fromkeys(part for part in stripped if not _is_missing(part)))
 
 
-def _split_all(cells: Sequence[Cell]) -> list[list[str]]:
+def _separator(cells: Sequence[Cell]) -> str:
+    """Return what separates the values of a column's cells."""
     text = [cell for cell in cells if isinstance(cell, str)]
-    separator = next((mark for mark in ("|", ";", ",") if any(mark in cell for cell in text)), " ")
-    return [_split(cell, separator) for cell in cells]
+    return next((mark for mark in ("|", ";", ",") if any(mark in cell for cell in text)), " ")
 
 
 def _values(name: str, lists: Sequence[Sequence[str]], numbers: _Numbers) -> tuple[_Part, int]:
@@ -421,12 +423,10 @@ def _read_text(text: TextFile, side: str, id_col: str | None, kinds: Mapping[str
             check_utf8(text.path, number, f"column {name!r}", field)
             column.append(field.strip())
         places.append(f"line {number}")
-    kinds_of_types: list[str | None] = []
-    for at, name in enumerate(names):
-        plain, _, kind = name.rpartition(":")
-        kinds_of_types.append(_TYPES.get(kind) if plain else None)
-        names[at] = (plain if kinds_of_types[-1] else name) or str(at)
-    return _File(text.path, names, [*columns], places, kinds_of_types)
+    types = [name.rpartition(":") for name in names]
+    found = [_TYPES.get(kind) if plain else None for plain, _, kind in types]
+    names = [(types[at][0] if found[at] else name) or str(at) for at, name in enumerate(names)]
+    return _File(text.path, names, [*columns], places, found, [kind == "token_seq" for _, _, kind in types])
 
 
 def _read_parquet(path: str) -> _File:
@@ -439,7 +439,7 @@ def _read_parquet(path: str) -> _File:
         raise DataError(f"{path}: is damaged Parquet ({str(error).splitlines()[0]})") from error
     columns = [[_cell(value) for value in column.to_pylist()] for column in table.columns]
     places = [f"row {row}" for row in range(len(table))]
-    return _File(path, list(table.column_names), [*columns], places, [None] * len(columns))
+    return _File(path, list(table.column_names), [*columns], places, [None] * len(columns), [False] * len(columns))
 
 
 def _cell(value: object) -> Cell:
