@@ -405,7 +405,7 @@ def test_bits_do_not_depend_on_memory_lookahead_and_stops(name: str, tmp_path: P
         "lookahead": (replace(config, ram="2MiB", lookahead=3, window=4), 0),
         "stream": (replace(config, stream=True, eval_users=1000), 0),
         "stopped": (config, 3),
-        "device cache": (replace(config, ram="8MiB", device_cache="8KiB"), 0),
+        "device cache": (replace(config, ram="8MiB", device_cache="40KiB"), 0),
         "no rows on the device": (replace(config, device_cache=0), 0),
     }
     for place, (variant, stop_at) in variants.items():
