@@ -2,6 +2,7 @@
 
     python docs/site/pictures.py cost     # docs/cost.svg, from benchmarks/results.toml
     python docs/site/pictures.py screen   # docs/training-screen.svg, as `bunkbed train` shows it, of a generated file
+    python docs/site/pictures.py report RUN   # docs/report.png, the top of the run's report (needs Chromium and Pillow)
 
 ``docs/tiers.svg`` is written by hand.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -124,7 +126,24 @@ def screen(target: Path) -> None:
     target.write_text(text)
 
 
+def report(target: Path, run: Path) -> None:
+    """The top of the report page of a run, in 64 colors."""
+    from PIL import Image
+
+    from bunkbed.train.report import write_report
+
+    with tempfile.TemporaryDirectory() as folder:
+        page, picture = Path(folder) / "report.html", Path(folder) / "report.png"
+        write_report(run, page)
+        page.write_text(page.read_text().replace(str(run.resolve()), f"runs/{run.name}"))
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1000,750"]
+        subprocess.run(["chromium", *options, f"--screenshot={picture}", page.as_uri()], check=True)
+        Image.open(picture).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(target, optimize=True)
+
+
 if __name__ == "__main__":
-    {"cost": lambda: cost(ROOT / "docs/cost.svg"), "screen": lambda: screen(ROOT / "docs/training-screen.svg")}[
-        sys.argv[1]
-    ]()
+    {
+        "cost": lambda: cost(ROOT / "docs/cost.svg"),
+        "screen": lambda: screen(ROOT / "docs/training-screen.svg"),
+        "report": lambda: report(ROOT / "docs/report.png", Path(sys.argv[2])),
+    }[sys.argv[1]]()

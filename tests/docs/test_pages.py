@@ -29,7 +29,7 @@ from typer.testing import CliRunner  # noqa: E402
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/*.md"))]
 #: Snippets that need a GPU, torchrun, or a trained run.
-SKIPPED = {"docs/processes.md": 2, "docs/torch.md": 1, "docs/train.md": 1}
+SKIPPED = {"docs/first-hour-recommender.md": 1, "docs/processes.md": 2, "docs/torch.md": 1, "docs/train.md": 1}
 
 
 def run_what_a_diff_leaves(example: Any) -> None:
