@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from bunkbed.torch import Embedding, EmbeddingBag
-from bunkbed.train.features.features import SIDES, Features, load_features, table_of
+from bunkbed.torch import Embedding
+from bunkbed.train.features.features import SIDES, Bags, Features, load_features, table_of
 from bunkbed.train.settings.run_config import DATA_NAME
 
 if TYPE_CHECKING:
@@ -35,12 +35,15 @@ class Rows(Protocol):
 class FeaturedLayer(nn.Module):  # type: ignore[misc]  # torch is untyped here
     """Layer that returns the vectors of ids with features, for training.
 
+    The rows of features are looked up one by one and summed here: the sums of an `EmbeddingBag` have other bits with a
+    device cache.
+
     Args:
         rows: of the ids.
-        values: of the features, with sums as its mode.
+        values: of the features.
     """
 
-    def __init__(self, rows: Embedding, values: EmbeddingBag, features: Features) -> None:
+    def __init__(self, rows: Embedding, values: Embedding, features: Features) -> None:
         super().__init__()
         self.rows = rows
         self.values = values
@@ -49,10 +52,8 @@ class FeaturedLayer(nn.Module):  # type: ignore[misc]  # torch is untyped here
     def forward(self, ids: Tensor) -> Tensor:
         """Return the vectors of ids with pairs: ``int64[...]`` -> ``float32[..., dim]``."""
         bags = self._features.bags(ids.numpy().reshape(-1))
-        rows = self.rows(ids)
-        weights = torch.from_numpy(bags.weights).to(self.values.anchor.dtype)
-        sums = self.values(torch.from_numpy(bags.features), torch.from_numpy(bags.starts), weights)
-        return rows + sums.reshape(rows.shape)
+        rows, values = self.rows(ids), self.values(torch.from_numpy(bags.features))
+        return rows + _sums(torch.arange(len(values), device=values.device), values, bags).reshape(rows.shape)
 
     def wanted(self, ids: Tensor) -> dict[nn.Module, Tensor]:
         """Return the ids that `forward` looks up in each table."""
@@ -90,12 +91,19 @@ class FeaturedRows:
             if len(bags.features):
                 distinct, at = np.unique(bags.features, return_inverse=True)
                 values = torch.from_numpy(self._values.lookup(distinct, touch=touch))
-                weights, starts = torch.from_numpy(bags.weights), torch.from_numpy(bags.starts)
-                sums = nn.functional.embedding_bag(
-                    torch.from_numpy(at), values, starts, mode="sum", per_sample_weights=weights
-                )
-                vectors[first : first + _CHUNK] += sums.numpy()
+                vectors[first : first + _CHUNK] += _sums(torch.from_numpy(at), values, bags).numpy()
         return found
+
+
+def _sums(places: Tensor, values: Tensor, bags: Bags) -> Tensor:
+    """Return the weighted sum of each bag: ``float32[N, dim]``.
+
+    Args:
+        places: ``int64[M]``, the place in `values` of the row of each feature of `bags`.
+    """
+    starts, weights = (torch.from_numpy(part).to(values.device) for part in (bags.starts, bags.weights))
+    weights = weights.to(values.dtype)
+    return nn.functional.embedding_bag(places, values, starts, mode="sum", per_sample_weights=weights)
 
 
 def features_of_run(run: Run) -> dict[str, Features]:

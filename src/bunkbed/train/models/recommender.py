@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bunkbed.core.budget import Budget
 from bunkbed.core.init import Normal, Zeros
 from bunkbed.core.types import Json
-from bunkbed.torch import Embedding, EmbeddingBag
+from bunkbed.torch import Embedding
 from bunkbed.train.features.features import Features, table_of
 from bunkbed.train.models.featured import FeaturedLayer, Rows
 from bunkbed.train.models.heads import SequenceHead, make_head
@@ -114,7 +114,7 @@ def _layers(
             found[name] = Embedding(table.num_rows, table.dim, table=table, **options)
     for side, of_side in features.items():
         table = tables[table_of(side)]
-        values = EmbeddingBag(table.num_rows, table.dim, mode="sum", table=table, **options)
+        values = Embedding(table.num_rows, table.dim, table=table, **options)
         found[side] = FeaturedLayer(found[side], values, of_side)
     return found
 
