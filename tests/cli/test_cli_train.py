@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 pytest.importorskip("torch")
 pytest.importorskip("pyarrow")
@@ -396,7 +398,9 @@ def test_gowalla_slice(cli: Run, tmp_path: Path) -> None:
     assert "adjacency lines" in out and "recall@20" in out
 
 
-def test_runs_are_compared_in_one_table(cli: Run, ratings: Path, tmp_path: Path) -> None:
+def test_runs_are_compared_in_one_table(
+    cli: Run, ratings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "held-out.csv").write_text("user,item\n" + "".join(f"u{n},i{100 * (n % 2)}\n" for n in range(40)))
     fast = ("--epochs", "2", "--lr", "0.02", "--metric", "hr@10")
     assert cli("train", "ratings.csv", *SMALL, *fast, "--out", "a", "--test", "held-out.csv")[0] == 0
@@ -427,6 +431,17 @@ def test_runs_are_compared_in_one_table(cli: Run, ratings: Path, tmp_path: Path)
     assert f"{values[0]:.4f}" in rows[0]
     shown = {row.split()[0]: row for row in rows}
     assert "model mf, l2 0.02 " in shown["a"] and "model neumf, l2 0.01 " in shown["b"]
+
+    # A narrow terminal has a column for each run, and cuts nothing.
+    narrow = lambda: Console(file=sys.stdout, force_terminal=True, no_color=True, width=50)  # noqa: E731
+    with monkeypatch.context() as patched:
+        patched.setattr("bunkbed.cli.commands.compare.stdout", narrow)
+        lines = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", cli("compare", "b", "a")[1]).splitlines()]
+    assert lines[0] == [run["folder"] for run in found["runs"]] and max(map(len, lines)) < 6
+    assert next(line for line in lines if line[0] == "hr@10")[1:] == [f"{value:.4f}" for value in values]
+    options = {run["folder"]: run["config"] for run in found["runs"]}
+    assert [word for name in lines[0] for word in ("model", options[name]["model"])] == lines[1][1:]
+    assert [word for name in lines[0] for word in ("l2", f"{options[name]['l2']:g}")] == lines[2]
 
     # A run that went on has no figures on the test pairs until it has them again.
     kept = json.loads((tmp_path / "a" / "test.json").read_text())

@@ -474,7 +474,7 @@ def test_items_and_users_without_pairs_get_what_their_features_say(cli: Run, fil
         assert cli(command, "run")[0] == 0, command
     assert cli("train", "pairs.csv", *SMALL, "--epochs", "1", "--out", "plain")[0] == 0
     code, out, _ = cli("compare", "run", "plain")
-    assert code == 0 and "features item, user" in out and "features -" in out
+    assert code == 0 and "features item and user" in out and "features -" in out
     code, out, err = cli("neighbors", "run", "--id", "1", "-k", "3")
     assert code == 0 and "without their features" in err
     assert "without their features" not in cli("neighbors", "run", "--table", "item_feature", "--id", "1")[2]

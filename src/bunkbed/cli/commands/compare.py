@@ -60,11 +60,12 @@ def compare(
             values |= {"baselines": [asdict(one) for one in others], "left_out": left_out}
         print_json(values)
         return
-    console, table = stdout(), _table(found, others, names)
+    console, headers, rows = stdout(), *_cells(found, others, names)
+    table = _across(headers, rows)
+    width = console.measure(table, options=console.options.update(width=10_000)).maximum
     if not console.is_terminal:  # one line for each run, of any length
-        width = console.measure(table, options=console.options.update(width=10_000)).maximum
         console.width = width
-    console.print(table)
+    console.print(table if width <= console.width else _down(headers, rows))
     for name, reason in left_out.items():
         stderr().print(f"[yellow]note[/] {name} is left out: {escape(reason)}", soft_wrap=True)
     if not _is_comparable(found):
@@ -98,8 +99,32 @@ def _plain(run: RunSummary) -> Json:
     }
 
 
-def _table(runs: Sequence[RunSummary], baselines: Sequence[Baseline], names: Sequence[str]) -> Table:
-    """Return a table with a row for each run and baseline; the best value of each metric is bold."""
+def _across(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Return a table with a row for each run and baseline."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for header in headers:
+        is_text = header in ("run", "options")
+        table.add_column(header, justify="left" if is_text else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _down(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Return the same with a column for each run and baseline, for a narrow terminal."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    table.add_column("", style="dim", no_wrap=True)
+    for row in rows:
+        table.add_column(row[0], justify="right", overflow="fold")
+    for at, header in enumerate(headers[1:], start=1):
+        table.add_row(header, *(row[at].replace(", ", "\n") for row in rows))
+    return table
+
+
+def _cells(
+    runs: Sequence[RunSummary], baselines: Sequence[Baseline], names: Sequence[str]
+) -> tuple[list[str], list[list[str]]]:
+    """Return the headers and the cells of each run and baseline; the best value of each metric is bold."""
     from bunkbed.train.evaluate.comparison import with_baselines
     from bunkbed.train.evaluate.results import Baseline
     from bunkbed.train.output.display import main_metrics
@@ -113,14 +138,9 @@ def _table(runs: Sequence[RunSummary], baselines: Sequence[Baseline], names: Seq
     metrics, test_metrics = (
         [name for name in shown if figures and all(name in one for one in figures)] for figures in (valid, test)
     )
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
-    table.add_column("run", overflow="fold")
-    if names:
-        table.add_column("options", overflow="fold")
-    for header in ("split", "epochs", "best", *metrics, *(f"test {name}" for name in test_metrics), "pairs/s", "hits"):
-        table.add_column(header, justify="right", no_wrap=True)
-    if baselines:
-        table.add_column("seconds", justify="right", no_wrap=True)
+    headers = ["run", *(["options"] if names else []), "split", "epochs", "best", *metrics]
+    headers += [*(f"test {name}" for name in test_metrics), "pairs/s", "hits", *(["seconds"] if baselines else [])]
+    cells = []
     best = {name: max(one[name] for one in valid) for name in metrics}
     best_test = {name: max(one[name] for one in test) for name in test_metrics}
     for row in rows:
@@ -129,9 +149,9 @@ def _table(runs: Sequence[RunSummary], baselines: Sequence[Baseline], names: Seq
         figures += [_figure(in_test.get(name), best_test[name]) for name in test_metrics]
         seconds = [] if not baselines else ["-" if row.seconds is None else f"{row.seconds:,.1f}"]
         if isinstance(row, Baseline):
-            table.add_row(row.name, *(["-"] if names else []), *"---", *figures, *"--", *seconds, style="dim")
+            cells.append([row.name, *(["-"] if names else []), *"---", *figures, *"--", *seconds])
             continue
-        table.add_row(
+        one = [
             escape(str(row.folder)),
             *([escape(", ".join(f"{name} {_option(row.options[name])}" for name in names))] if names else []),
             row.config.valid if row.config.split == "random" else row.config.split,
@@ -141,8 +161,9 @@ def _table(runs: Sequence[RunSummary], baselines: Sequence[Baseline], names: Seq
             "-" if row.pairs_per_s is None else f"{row.pairs_per_s:,.0f}",
             "-" if row.hit_rate is None else f"{row.hit_rate:.1%}",
             *seconds,
-        )
-    return table
+        ]
+        cells.append(one)
+    return headers, cells
 
 
 def _figure(value: float | None, best: float | None) -> str:

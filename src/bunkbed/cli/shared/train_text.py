@@ -108,7 +108,9 @@ def say_tables(console: Console, run: Run, config: TrainConfig) -> None:
     if config.blocks is not None:
         users, items = config.blocks
         console.print(
-            f"[b]order[/b]   pairs by {users:,} blocks of users and {items:,} of items ({config.order})", soft_wrap=True
+            f"[b]order[/b]   pairs by {users:,} blocks of users and {items:,} of items ({config.order}); "
+            "--order uniform has the figures of more RAM, and reads more from disk",
+            soft_wrap=True,
         )
 
 

@@ -37,7 +37,7 @@ class RunSummary:
         seconds: of the steps of the finished epochs; None before the first.
         hit_rate: of the last finished epoch; None before the first.
         data: numbers of users, items and training pairs, which identify the data set.
-        features: who has side features, "item, user"; empty: none.
+        features: who has side features, "item and user"; empty: none.
     """
 
     folder: Path
@@ -104,7 +104,7 @@ def summarize_run(folder: Path) -> RunSummary:
         seconds=sum(epoch.get("seconds", 0.0) for epoch in epochs) if epochs else None,
         hit_rate=epochs[-1]["unique_hit_rate"] if epochs else None,
         data=(users, items, pairs),
-        features=", ".join(sorted(set(SIDES).intersection(read_about(folder / DATA_NAME)))),
+        features=" and ".join(sorted(set(SIDES).intersection(read_about(folder / DATA_NAME)))),
     )
 
 

@@ -126,7 +126,7 @@ def decide(given: Json, recipe: str, *, pairs: int, items: int) -> tuple[TrainCo
         "negatives": (negatives, "a quarter of the items" if shared and negatives == room else source),
         "hardness": (3.0, "most of many negatives are easy")
         if shared and asked.loss == "bpr"
-        else (0.0, "few negatives, or a loss without it"),
+        else (0.0, "few negatives" if asked.loss == "bpr" else f"loss {asked.loss} has none"),
         "lr": (rates.get(asked.optimizer, asked.lr), f"optimizer {asked.optimizer}"),
         "epochs": (rules.epochs, f"recipe {recipe}; at most"),
         "lr_decay": (round(0.1 ** (1 / (epochs - 1)), 3), f"to a tenth in {epochs} epochs"),
