@@ -556,6 +556,33 @@ def test_more_keeps_the_features_that_are_trained(again: bool, cli: Run, files: 
     assert cli("recommend", "run", "--user", "99")[0] == 0
 
 
+def test_a_later_file_keeps_kinds_and_known_values(tmp_path: Path) -> None:
+    before = small(tmp_path)
+    read(tmp_path, "id,a,size,note\n1,x,1,p\n2,x,1,p\n3,y,2,p\n", "size=category,note=skip")
+    names = read_names(before, "item")
+    assert names == [("a", "x"), ("size", "1")]
+    (tmp_path / "later").mkdir()
+    after = small(tmp_path / "later")
+    (tmp_path / "later.csv").write_text("id,a,size,note,more\n1,z,1,p,m\n2,z,2,p,m\n3,x,3,p,n\n")
+    file = {"item": SideFile(tmp_path / "later.csv")}
+    store_features(after, file, {"more": "category"}, before, {"size": "category", "note": "skip"})
+    found, grown = matrix(after, "item")
+    assert grown == [*names, ("a", "z"), ("more", "m")]
+    # x of one item alone has a row already; columns that are known keep their kind without a given one.
+    assert found.tolist() == [[0, 1, 1, 1], [0, 0, 1, 1], [1, 0, 0, 0]]
+    store_features(after, file, {"note": "skip"}, before)
+    assert read_names(after, "item") == [*names, ("a", "z"), ("more", "m")]
+
+
+def test_more_remembers_the_kinds_that_were_given(cli: Run, files: Path) -> None:
+    short = (*SMALL, "--epochs", "1", "--item-features", "items.csv", "--feature-kinds", "size=skip,tags=category")
+    assert cli("train", "pairs.csv", *short, "--out", "run")[0] == 0
+    names = read_names(files / "run" / "data", "item")
+    (files / "more.csv").write_text("user,item\n1,39\n")
+    assert cli("train", "--resume", "run", "--more", "more.csv", "--item-features", "items.csv")[0] == 0
+    assert read_names(files / "run" / "data", "item") == names and ("tags", "x|y") in names
+
+
 def matrix_of(features: Any) -> np.ndarray[Any, Any]:
     found = np.zeros((len(features), features.num_features))
     for one in range(len(features)):

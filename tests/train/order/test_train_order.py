@@ -10,6 +10,7 @@ pytest.importorskip("torch")
 pytest.importorskip("duckdb")
 
 import bunkbed as bb
+from bunkbed.train.block_choice import decided
 from bunkbed.train.data.blocks import PairBlocks, pair_blocks
 from bunkbed.train.data.interactions import Dataset, Interactions, Vocab
 from bunkbed.train.data.sampling import BatchSource, SeenPairs
@@ -319,6 +320,15 @@ def test_auto_leaves_enough_items_to_share(tmp_path):
     users, items = train(tmp_path / "run", config, ram=TIGHTER).config.blocks
     assert PairBlocks(3000, 600, (users, items), 0).least_members() >= 250
     assert users > 1 and items == 2
+    # Of the items that are drawn, half here, each block has enough, too.
+    drawn = np.arange(300)
+    with bb.Run(tmp_path / "run", ram=TIGHTER) as run:
+        tables = {name: run.table(name) for name in run.table_names}
+        of_all, of_drawn = (decided(config, tables, drawn=each).blocks for each in (None, drawn))
+        assert (of_all[1], of_drawn[1]) == (2, 1)
+    members = [PairBlocks(3000, 600, (2, 2), 0).members(epoch, block) for epoch in range(20) for block in range(2)]
+    least = PairBlocks(3000, 600, (2, 2), 0).least_members(drawn)
+    assert 0 < least <= min(len(np.intersect1d(one, drawn)) for one in members)
 
 
 def test_a_run_of_a_release_without_orders_was_uniform(tmp_path):
