@@ -27,6 +27,7 @@ from bunkbed.cli.main import main
 from bunkbed.files.run_files import RunFiles
 from bunkbed.run.run import Run
 from bunkbed.train.data.interactions import Candidates, Dataset, Interactions
+from bunkbed.train.data.splits import split
 from bunkbed.train.data.store import open_dataset, save_dataset
 from bunkbed.train.data.vocab import Vocab
 from bunkbed.train.evaluate.evaluator import evaluate_run
@@ -92,7 +93,7 @@ def _add_features(place: Path) -> None:
         path = place.with_name(f"{side}s.csv")
         path.write_text(f"{side},kind,size\n" + "".join(f"{one},k{one % 3},{one % 7}\n" for one in range(count)))
         files[side] = SideFile(path)
-    store_features(place / "data", files, {})
+    store_features(place / "data", files, {}, lambda: split(_data().train, MF).train)
 
 
 def _stored(place: Path) -> dict[str, np.ndarray]:

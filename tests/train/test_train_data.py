@@ -435,7 +435,7 @@ def test_reading_is_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
 
 
 def test_directories_and_missing_files(tmp_path: Path) -> None:
-    with pytest.raises(IsADirectoryError, match="is a directory; give one file of interactions"):
+    with pytest.raises(IsADirectoryError, match="is a directory; give one file"):
         read_interactions(tmp_path)
     with pytest.raises(FileNotFoundError):
         read_interactions(tmp_path / "absent.csv")

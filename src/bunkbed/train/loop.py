@@ -102,7 +102,7 @@ class Trainer:
             self._progress, config = Progress.from_meta(run.meta, config)
         self.team = team = Team.of(run)
         features = _features(run, data)
-        self._drawn = features["item"].with_pairs if "item" in features else None
+        self._drawn = features["item"].with_row if "item" in features else None
         if config.is_sequential:
             _check_sequential(data, team, features)
         sizes = {"pairs": len(data.train), "users": data.num_users, "items": data.num_items}

@@ -34,9 +34,11 @@ from bunkbed.maintenance.rewriting import rewrite_rows
 from bunkbed.run.run import Run
 from bunkbed.sharded.base.shards import Shards
 from bunkbed.table.definition import Definition
+from bunkbed.train.data.interactions import Interactions
 from bunkbed.train.data.prepare import prepare_dataset
 from bunkbed.train.data.store import open_dataset
 from bunkbed.train.data.stream import STREAM_FOLDER
+from bunkbed.train.evaluate.evaluator import open_parts
 from bunkbed.train.features.features import table_of
 from bunkbed.train.features.reading import SideFile, store_features
 from bunkbed.train.merge import Merged, merge_datasets
@@ -122,7 +124,11 @@ def _make(
         shutil.rmtree(fresh)
         stored = read_config(place)
         kinds_before = stored.get("features", {}).get("feature_kinds", {})
-        about = store_features(data, sides, kinds, place / DATA_NAME, kinds_before)
+
+        def trained() -> Interactions:
+            return open_parts(open_dataset(data), config, part).train
+
+        about = store_features(data, sides, kinds, trained, place / DATA_NAME, kinds_before)
         grown = open_dataset(data)
         sizes = {"user": grown.num_users, "item": grown.num_items, "item_bias": grown.num_items}
         sizes |= {table_of(side): of_side["features"] for side, of_side in about.items()}

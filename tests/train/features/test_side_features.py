@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ import pyarrow.parquet as pq  # noqa: E402
 import bunkbed as bb  # noqa: E402
 from bunkbed.train import Recommender  # noqa: E402
 from bunkbed.train.data.interactions import Dataset, Interactions  # noqa: E402
+from bunkbed.train.data.splits import split  # noqa: E402
 from bunkbed.train.data.store import load_dataset, load_vocabs, open_dataset, save_dataset  # noqa: E402
 from bunkbed.train.data.vocab import DataError, Vocab  # noqa: E402
 from bunkbed.train.features.features import load_features, read_names  # noqa: E402
@@ -87,20 +89,25 @@ def user_file(folder: Path) -> Path:
     return path
 
 
-def stored(folder: Path, *sides: str, stream: bool = False) -> Dataset:
+def trained_pairs(data: Path, config: TrainConfig = CONFIG) -> Callable[[], Interactions]:
+    """Return what `store_features` asks for the pairs that are trained on."""
+    return lambda: split(load_dataset(data).train, config).train
+
+
+def stored(folder: Path, *sides: str, stream: bool = False, config: TrainConfig = CONFIG) -> Dataset:
     """Make a run in `folder`, with a dataset with features of `sides`."""
     bb.Run(folder, ram="1MiB").close(commit=False)
     data = folder / "data"
     save_dataset(data, interactions())
     made = {"item": item_file, "user": user_file}
-    store_features(data, {side: SideFile(made[side](folder)) for side in sides}, {})
+    store_features(data, {side: SideFile(made[side](folder)) for side in sides}, {}, trained_pairs(data, config))
     return (open_dataset if stream else load_dataset)(data)
 
 
 def trained(folder: Path, config: TrainConfig, *sides: str, stop_at: int = 0) -> Trainer:
     """Train a run, after a stop and another start if `stop_at` is a step."""
     sides = ("item",) if config.is_sequential else sides or ("user", "item")
-    data = stored(folder, *sides, stream=config.stream)
+    data = stored(folder, *sides, stream=config.stream, config=config)
     losses: list[float] = []
     for _ in range(2 if stop_at else 1):
         with bb.Run(folder, ram=config.table_ram_bytes) as run:
@@ -143,6 +150,10 @@ def matrix(folder: Path, side: str) -> tuple[np.ndarray[Any, Any], list[tuple[st
 # --- reading ---
 
 
+def every_pair(data: Path) -> Callable[[], Interactions]:
+    return lambda: load_dataset(data).train
+
+
 def small(folder: Path, items: list[Any] | None = None) -> Path:
     """A dataset of three items, 1, 2 and 3, and two users."""
     vocab = Vocab.of([1, 2, 3] if items is None else items)
@@ -155,7 +166,7 @@ def read(folder: Path, text: str | bytes, kinds: str = "", side: str = "item", *
     path = folder / "features.csv"
     path.write_bytes(text.encode() if isinstance(text, str) else text)
     data = folder / "data" if (folder / "data").exists() else small(folder)
-    return store_features(data, {side: SideFile(path, **options)}, parse_kinds(kinds))
+    return store_features(data, {side: SideFile(path, **options)}, parse_kinds(kinds), every_pair(data))
 
 
 def test_columns_are_of_the_kinds_that_their_values_say(tmp_path: Path) -> None:
@@ -169,7 +180,7 @@ def test_columns_are_of_the_kinds_that_their_values_say(tmp_path: Path) -> None:
     expected = [[0, 0, 1, 0, 0], [1, 0, 1, third, 1], [1, 1, 1, -third, 1], [0, 1, 0, 0, 0]]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert load_vocabs(tmp_path / "data")[1].labels.tolist() == [1, 2, 3, 9]  # 9 has features alone
-    assert load_features(tmp_path / "data")["item"].has_pairs.tolist() == [True, True, True, False]
+    assert load_features(tmp_path / "data")["item"].has_row.tolist() == [True, True, True, False]
     of_item = about["item"]
     assert (of_item["ids"], of_item["new"], of_item["features"]) == (4, 1, 5)
     assert [(each["name"], each["kind"], each["features"], each["left_out"]) for each in of_item["columns"]] == [
@@ -225,7 +236,7 @@ def test_parquet(tmp_path: Path) -> None:
         }
     )
     pq.write_table(table, tmp_path / "items.parquet")
-    store_features(data, {"item": SideFile(tmp_path / "items.parquet")}, {"year": "category"})
+    store_features(data, {"item": SideFile(tmp_path / "items.parquet")}, {"year": "category"}, every_pair(data))
     found, names = matrix(data, "item")
     assert names == [("tags", "B"), ("sold", ""), ("price", ""), ("year", "95")]
     assert found.tolist() == [[1, 1, -1, 1], [1, 0, 0, 1], [0, 0, 1, 0]]
@@ -260,6 +271,60 @@ def test_a_bad_file_is_named_with_its_line(text: str, kinds: str, message: str, 
     with pytest.raises(DataError, match=message):
         read(tmp_path, text.encode("utf-8", "surrogateescape"), kinds)
     assert load_features(tmp_path / "data") == {} and len(load_vocabs(tmp_path / "data")[1]) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("item,movie_id,a\n1,2,x\n", "cannot tell which column holds the items: 'item', 'movie_id'; rename the others"),
+        ("user,a\n1,x\n", "the first column, 'user', holds users; give it with --user-features"),
+        ("sku9,a\np,x\nq,x\n", "line 1 is a header, or 'sku9' is one of the items and has no interactions; --header"),
+        (
+            "id,v:float_seq\np,1 2\n",
+            "column 'v' holds lists of numbers, which are no features; give --feature-kinds v=sk",
+        ),
+        ("id,a\np,1e308\nq,-1e308\nr,1e308\n", "line 2: 'a' is too far from the other numbers to be a weight"),
+    ],
+)
+def test_what_is_not_clear_is_asked(text: str, message: str, tmp_path: Path) -> None:
+    small(tmp_path, ["p", "q", "r"])
+    with pytest.raises(DataError, match=re.escape(message)):
+        read(tmp_path, text)
+
+
+def test_a_header_is_found_by_the_ids_or_given(tmp_path: Path) -> None:
+    small(tmp_path, ["p", "q", "r"])
+    read(tmp_path, "p,b,NA\nq,b,1\nr,c,2\n")  # a word above numbers, and yet no header
+    assert matrix(tmp_path / "data", "item")[1] == [("1", "b"), ("2", "")]
+    read(tmp_path, "sku9,a\np,x\nq,x\n", header=True)
+    assert matrix(tmp_path / "data", "item")[1] == [("a", "x")]
+    read(tmp_path, "sku9,x\np,x\nq,y\n", header=False)
+    assert load_vocabs(tmp_path / "data")[1].labels.tolist() == ["p", "q", "r", "sku9"]
+
+
+def test_a_column_named_id_gives_way_to_a_well_known_name(tmp_path: Path) -> None:
+    read(tmp_path, "id,a,item_id\n2,x,3\n3,x,1\n1,y,2\n", "id=skip")
+    assert matrix(tmp_path / "data", "item")[0].tolist() == [[1], [0], [1]]
+
+
+def test_a_position_of_the_interactions_is_not_one_of_the_file(tmp_path: Path) -> None:
+    read(tmp_path, "1,3,x\n2,1,x\n3,2,y\n", "1=skip", id_col="1")
+    assert matrix(tmp_path / "data", "item")[0].tolist() == [[1], [1], [0]]
+
+
+def test_numbers_that_differ_by_rounding_alone_are_equal(tmp_path: Path) -> None:
+    about = read(tmp_path, "id,a,b\n1,0.1,x\n2,0.1,x\n3,0.1,y\n")
+    assert about["item"]["columns"][0]["features"] == 0
+
+
+def test_lists_of_numbers_in_parquet_are_refused(tmp_path: Path) -> None:
+    data = small(tmp_path)
+    pq.write_table(pa.table({"id": [1, 2], "v": [[0.5, 1.0], [1.0]], "a": ["x", "x"]}), tmp_path / "v.parquet")
+    file = {"item": SideFile(tmp_path / "v.parquet")}
+    with pytest.raises(DataError, match=r"column 'v' holds list<.*>, which is no feature; give --feature-kinds v=skip"):
+        store_features(data, file, {}, every_pair(data))
+    store_features(data, file, {"v": "skip"}, every_pair(data))
+    assert matrix(data, "item")[1] == [("a", "x")]
 
 
 @pytest.mark.parametrize("text", ["a", "a=colour", "=skip", "a=skip,a=number"])
@@ -342,6 +407,24 @@ def test_items_without_pairs_are_never_drawn_and_keep_their_rows(name: str, tmp_
         table = run.table("item")
         ids, _ = next(iter(table.scan_slots(("weight",), 1 << 20)))
         assert not np.isin(cold, ids).any()  # no step has written one
+
+
+def test_items_of_the_validation_alone_are_never_drawn(tmp_path: Path) -> None:
+    """Item 31 has one pair, which is held out. Item 39 has no pair and no feature: it is drawn as without features."""
+    bb.Run(tmp_path, ram="1MiB").close(commit=False)
+    pairs, config = interactions().train, replace(CONFIG, valid="last")
+    keep = pairs.items != 31
+    users, items = np.append(pairs.users[keep], 0), np.append(pairs.items[keep], 31)
+    save_dataset(tmp_path / "data", Dataset(pairs.replace(users, items)))
+    path = item_file(tmp_path)
+    path.write_text(path.read_text().replace("39,k3,0,x|y\n", "39,,,\n"))
+    data = tmp_path / "data"
+    store_features(data, {"item": SideFile(path)}, {}, trained_pairs(data, config))
+    assert np.flatnonzero(~load_features(data)["item"].has_row).tolist() == list(range(31, 39))
+    with bb.Run(tmp_path, ram="64MiB") as run:
+        source = Trainer(config, load_dataset(data), run)._source
+        drawn = np.unique(np.concatenate([source.batch(1, step).items.ravel() for step in range(source.steps(1))]))
+    assert drawn.tolist() == [*range(31), 39]
 
 
 def test_the_probabilities_of_popular_items_are_those_of_drawing(tmp_path: Path) -> None:
@@ -455,10 +538,12 @@ def test_items_and_users_without_pairs_get_what_their_features_say(cli: Run, fil
     code, out, err = cli("train", "pairs.csv", *SMALL, *SIDES, "--out", "run")
     assert (code, err) == (0, "")
     said = out.splitlines()
-    assert "users.csv  62 users with 4 features: kind (4 values)" in said
-    assert "2 users have features and no interactions; they are ranked by these" in said
-    assert "items.csv  40 items with 7 features: kind (4 values), size (number), tags (2 values)" in said
-    assert "8 items have features and no interactions; they are ranked by these" in said
+    assert "users.csv  62 users (column 'user') with 4 features: kind (4 values)" in said
+    assert "2 users have no interactions; those with features are ranked by these" in said
+    assert (
+        "items.csv  40 items (column 'item') with 7 features: kind (4 values), size (number), tags (2 values)" in said
+    )
+    assert "8 items have no interactions; those with features are ranked by these" in said
     cold = list(range(ITEMS - COLD, ITEMS))
     with Recommender.load("run") as model:
         for user in (1, 6, USERS, USERS + 1):  # the last two have no pair
@@ -474,10 +559,19 @@ def test_items_and_users_without_pairs_get_what_their_features_say(cli: Run, fil
         assert cli(command, "run")[0] == 0, command
     assert cli("train", "pairs.csv", *SMALL, "--epochs", "1", "--out", "plain")[0] == 0
     code, out, _ = cli("compare", "run", "plain")
-    assert code == 0 and "features item and user" in out and "features -" in out
+    assert code == 0 and "features item items.csv and user users.csv" in out and "features -" in out
     code, out, err = cli("neighbors", "run", "--id", "1", "-k", "3")
     assert code == 0 and "without their features" in err
     assert "without their features" not in cli("neighbors", "run", "--table", "item_feature", "--id", "1")[2]
+
+
+def test_more_items_without_pairs_than_with(cli: Run, files: Path) -> None:
+    """Negatives are decided by the items that are drawn."""
+    with (files / "items.csv").open("a") as file:
+        file.write("".join(f"{item},k{kind_of(item)},1,y\n" for item in range(ITEMS, 2000)))
+    options = ("--dim", "8", "--epochs", "1", "--threads", "1")
+    code, out, err = cli("train", "pairs.csv", *options, "--item-features", "items.csv", "--out", "run")
+    assert (code, err) == (0, "") and "negatives 8 (a quarter of the items)" in out
 
 
 def test_files_of_features_that_are_refused_leave_no_folder(cli: Run, files: Path) -> None:
@@ -532,7 +626,7 @@ def test_more_keeps_the_features_that_are_trained(again: bool, cli: Run, files: 
     assert found[1][: len(names)] == names
     if again:
         assert found[1][len(names) :] == [("kind", "k9"), ("tags", "z")]
-        assert "later.csv  42 items with 9 features" in out
+        assert "later.csv  42 items (column 'item') with 9 features" in out
         sizes = np.arange(ITEMS) % 3  # of the first file: its mean and deviation stay
         row = dict(zip(found[1], found[0][new], strict=True))
         expected = {("kind", "k9"): 1.0, ("tags", "z"): 1.0, ("size", ""): (1 - sizes.mean()) / sizes.std()}
@@ -545,7 +639,7 @@ def test_more_keeps_the_features_that_are_trained(again: bool, cli: Run, files: 
         np.testing.assert_array_equal(found[0][: len(before)], matrix_of(before))
     user = matrix(data, "user")[0][grown.train.user_vocab.index(99)]
     assert user.tolist() == [1, 0, 0, 0, 0]  # what all users have
-    assert after["item"].has_pairs[[grown.train.item_vocab.index(label) for label in (39, 38)]].tolist() == [
+    assert after["item"].has_row[[grown.train.item_vocab.index(label) for label in (39, 38)]].tolist() == [
         True,
         False,
     ]
@@ -565,13 +659,43 @@ def test_a_later_file_keeps_kinds_and_known_values(tmp_path: Path) -> None:
     after = small(tmp_path / "later")
     (tmp_path / "later.csv").write_text("id,a,size,note,more\n1,z,1,p,m\n2,z,2,p,m\n3,x,3,p,n\n")
     file = {"item": SideFile(tmp_path / "later.csv")}
-    store_features(after, file, {"more": "category"}, before, {"size": "category", "note": "skip"})
+    store_features(after, file, {"more": "category"}, every_pair(after), before, {"size": "category", "note": "skip"})
     found, grown = matrix(after, "item")
     assert grown == [*names, ("a", "z"), ("more", "m")]
     # x of one item alone has a row already; columns that are known keep their kind without a given one.
     assert found.tolist() == [[0, 1, 1, 1], [0, 0, 1, 1], [1, 0, 0, 0]]
-    store_features(after, file, {"note": "skip"}, before)
+    store_features(after, file, {"note": "skip"}, every_pair(after), before)
     assert read_names(after, "item") == [*names, ("a", "z"), ("more", "m")]
+
+
+def test_a_later_file_keeps_separators_and_scales(tmp_path: Path) -> None:
+    before = small(tmp_path)
+    read(
+        tmp_path, "id,tags,size,same,note\n1,Film Noir|Drama,1,7,a\n2,Film Noir,2,7,a\n3,Drama,3,7,b\n", "note=category"
+    )
+    names = read_names(before, "item")
+    (tmp_path / "later").mkdir()
+    after = small(tmp_path / "later")
+    file = {"item": SideFile(tmp_path / "later.csv")}
+
+    def later(text: str, **kinds: str) -> dict[str, Any]:
+        (tmp_path / "later.csv").write_text(text)
+        found: dict[str, Any] = store_features(after, file, kinds, every_pair(after), before)["item"]
+        return found
+
+    about = later("id,tags,size\n1,Film Noir,1\n2,Drama,2\n")
+    assert read_names(after, "item") == names  # and no words of "Film Noir"
+    assert (about["lost"], about["absent"]) == (1, ["same", "note"])
+    about = later("id,size,tags\n1,1,Drama\n2,2,Drama\n3,3,Drama\n", size="number")
+    assert about["lost"] == 0
+    with pytest.raises(DataError, match="'size' is of kind number in this run and cannot become category"):
+        later("id,size,tags\n1,1,Drama\n", size="category")
+    with pytest.raises(DataError, match="line 3: 'size' is too far from the other numbers to be a weight"):
+        later("id,size,tags\n1,1,Drama\n2,50000,Drama\n")
+    about = later("id,same,tags\n1,7,Drama\n2,50000,Drama\n3,7,Drama\n")  # scaled when it first varies
+    found = matrix(after, "item")
+    assert np.abs(found[0][:, found[1].index(("same", ""))]).max() < 2
+    assert about["columns"][0]["mean"] == pytest.approx(50014 / 3)
 
 
 def test_more_remembers_the_kinds_that_were_given(cli: Run, files: Path) -> None:

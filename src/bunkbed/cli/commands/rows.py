@@ -177,7 +177,7 @@ def export_table(
 ) -> int:
     """Write rows of a table to a file, which is complete or not there.
 
-    The table of a training run is user, item or item_bias. Rows have the names of the training file, if the format can
+    The table of a training run is user, item, item_bias, user_feature or item_feature. Rows have the names of the training file, if the format can
     hold names.
     """
     import bunkbed as bb

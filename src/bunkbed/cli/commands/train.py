@@ -32,7 +32,7 @@ from bunkbed.cli.shared.console import (
     stdout,
 )
 from bunkbed.cli.shared.run_folder import choose_folder
-from bunkbed.cli.shared.train_features import add_features, parsed_kinds, side_files, stored_features
+from bunkbed.cli.shared.train_features import add_features, num_drawn, parsed_kinds, side_files, stored_features
 from bunkbed.cli.shared.train_options import DATA, FileLayout, RecipeName, option, parameters
 from bunkbed.cli.shared.train_text import (
     explained,
@@ -252,7 +252,7 @@ def _start(
             say_data(console, read[0])
         else:
             save_dataset(folder / DATA_NAME, read[0])
-        if add_features(folder, about, console):
+        if add_features(folder, about, config, console):
             read.clear()  # it has users or items more
 
     existed = folder.exists()
@@ -263,7 +263,7 @@ def _start(
         data = read[0] if read else (open_dataset if config.stream else load_dataset)(folder / DATA_NAME)
         if config.stream and not console.is_terminal:
             console.print("splitting", style="dim")
-        config = _decided(undecided, data, console if team.is_first else None, as_json=as_json)
+        config = _decided(undecided, data, num_drawn(folder, data), console if team.is_first else None, as_json=as_json)
         with console.status("splitting") if config.stream else nullcontext():
             trainer = Trainer(config, data, run)
         config = trainer.config
@@ -280,10 +280,14 @@ def _start(
     return _fit(folder, config, run, trainer, data, console, as_json=as_json, tensorboard=tensorboard)
 
 
-def _decided(undecided: Json, data: Dataset, console: Console | None, *, as_json: bool) -> TrainConfig:
-    """Decide the options that were not given, and say why, in the process that has a console."""
+def _decided(undecided: Json, data: Dataset, num_drawn: int, console: Console | None, *, as_json: bool) -> TrainConfig:
+    """Decide the options that were not given, and say why, in the process that has a console.
+
+    Args:
+        num_drawn: the items from which negatives are drawn.
+    """
     try:
-        config, reasons = decide(undecided["given"], undecided["recipe"], pairs=len(data.train), items=data.num_items)
+        config, reasons = decide(undecided["given"], undecided["recipe"], pairs=len(data.train), items=num_drawn)
     except (ValueError, TypeError) as error:
         raise UsageProblem(str(error)) from error
     values = config.to_dict()
@@ -393,7 +397,7 @@ def _go_on(
             console.print("the interactions were not read to their end; reading them again", soft_wrap=True)
             say_data(console, _prepare(folder, Path(reading.pop("file")), reading, config, console))
         if not (folder / DATA_NAME / ABOUT_NAME).exists():
-            add_features(folder, read_config(folder), console)
+            add_features(folder, read_config(folder), config, console)
 
     run = open_run(folder, ram=config.table_ram_bytes)
     try:
@@ -404,7 +408,9 @@ def _go_on(
         undecided = stored.pop("undecided", None)
         if undecided is not None:  # the run ended before its options were decided
             undecided["given"] |= changes
-            config = _decided(undecided, data, console if team.is_first else None, as_json=as_json)
+            config = _decided(
+                undecided, data, num_drawn(folder, data), console if team.is_first else None, as_json=as_json
+            )
         trainer = Trainer(config, data, run)
         config = trainer.config
     except BaseException:

@@ -75,15 +75,24 @@ def say_data(console: Console, data: Dataset) -> None:
 def say_features(console: Console, about: Json) -> None:
     """Print what files of features said."""
     for side, found in about.items():
-        columns = [f"{each['name']} {_said(each)}" for each in found["columns"] if each["features"]]
+        columns = [
+            f"{each['name']} {_said(each)}"
+            for each in found["columns"]
+            if each["features"] and each["name"] not in found.get("absent", [])
+        ]
         name, listed = escape(Path(found["source"]).name), escape(", ".join(columns))
         count = sum(each["features"] for each in found["columns"])
-        lines = [f"[b]{name}[/b]  {found['ids']:,} {side}s with {count:,} features: {listed}"]
+        ids = f"{found['ids']:,} {side}s (column {escape(repr(found['id_column']))})"
+        lines = [f"[b]{name}[/b]  {ids} with {count:,} features: {listed}"]
         left_out = sum(each["left_out"] for each in found["columns"])
         if left_out:
             lines.append(f"{left_out:,} values of one {side} alone left out: they say nothing about others")
         if found["new"]:
-            lines.append(f"{found['new']:,} {side}s have features and no interactions; they are ranked by these")
+            lines.append(f"{found['new']:,} {side}s have no interactions; those with features are ranked by these")
+        if found.get("absent"):
+            lines.append(f"{escape(', '.join(found['absent']))}: not in this file; no {side} has them now")
+        if found.get("lost"):
+            lines.append(f"{found['lost']:,} {side}s that had features are not in this file, and have none now")
         for line in lines:
             console.print(line, soft_wrap=True)
 

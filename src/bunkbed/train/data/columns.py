@@ -73,7 +73,7 @@ def find_columns(
         )
     known: tuple[int | None, int | None] = (None, None)
     if names is not None:
-        known = (well_known(names, USER_NAMES), well_known(names, ITEM_NAMES))
+        known = (_well_known(names, USER_NAMES), _well_known(names, ITEM_NAMES))
     elif user_col is None or item_col is None:
         # Without names, the first two columns are used, as in published data sets.
         known = (0, 1)
@@ -159,9 +159,13 @@ def _asked_column(
     raise DataError(f"{path}: has no column {col!r}; it has: {', '.join(names)}{hint}")
 
 
-def well_known(names: Sequence[str], wanted: frozenset[str]) -> int | None:
-    """Return the position of the only well-known name, an id before others; None if there is none, or several."""
-    found = [at for at, name in enumerate(names) if _plain(name) in wanted]
+def named_columns(names: Sequence[str], wanted: frozenset[str]) -> list[int]:
+    """Return the positions of well-known names."""
+    return [at for at, name in enumerate(names) if _plain(name) in wanted]
+
+
+def _well_known(names: Sequence[str], wanted: frozenset[str]) -> int | None:
+    found = named_columns(names, wanted)
     # "user_id, user_name": the id is used; between two ids the caller must choose.
     ids = [at for at in found if _plain(names[at]).endswith("id")]
     if len(ids) == 1:

@@ -364,8 +364,11 @@ class BatchSource:
                 "sample uniformly"
             )
         num_drawn = pairs.num_items if drawn is None else len(drawn)
+        with_pairs = "" if drawn is None else ", those with pairs or without features"
         if shared and not popular and negatives > num_drawn:
-            raise ValueError(f"option negatives={negatives} is more than the {num_drawn} items there are to share")
+            raise ValueError(
+                f"option negatives={negatives} is more than the {num_drawn} items there are to share{with_pairs}"
+            )
         least = num_drawn if blocks is None else blocks.least_members(drawn)
         if least < (negatives if shared and not popular else 1):
             raise ValueError(

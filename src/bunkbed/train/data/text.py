@@ -45,7 +45,7 @@ class TextFile:
         self.path = path
         self.blank_lines_above = 0
         if Path(path).is_dir():
-            raise IsADirectoryError(errno.EISDIR, "is a directory; give one file of interactions", path)
+            raise IsADirectoryError(errno.EISDIR, "is a directory; give one file", path)
         with Path(path).open("rb") as file:
             self.magic = file.read(8)
         if not self.magic:

@@ -11,7 +11,7 @@ from typing import Any
 import bunkbed as bb
 from bunkbed.core.types import Json
 from bunkbed.train.evaluate.results import JUDGED_BY, Baseline, EvalResult, load_test
-from bunkbed.train.features.features import SIDES, read_about
+from bunkbed.train.features.features import read_about
 from bunkbed.train.output.plots import read_metrics
 from bunkbed.train.output.progress import Progress
 from bunkbed.train.settings.config import TrainConfig
@@ -37,7 +37,7 @@ class RunSummary:
         seconds: of the steps of the finished epochs; None before the first.
         hit_rate: of the last finished epoch; None before the first.
         data: numbers of users, items and training pairs, which identify the data set.
-        features: who has side features, "item and user"; empty: none.
+        features: whose side features, of which file, "item items.csv"; empty: none.
     """
 
     folder: Path
@@ -104,8 +104,13 @@ def summarize_run(folder: Path) -> RunSummary:
         seconds=sum(epoch.get("seconds", 0.0) for epoch in epochs) if epochs else None,
         hit_rate=epochs[-1]["unique_hit_rate"] if epochs else None,
         data=(users, items, pairs),
-        features=" and ".join(sorted(set(SIDES).intersection(read_about(folder / DATA_NAME)))),
+        features=_features(folder / DATA_NAME),
     )
+
+
+def _features(data: Path) -> str:
+    about = read_about(data)
+    return " and ".join(f"{side} {Path(about[side]['source']).name}" for side in ("item", "user") if side in about)
 
 
 def _finished_epochs(folder: Path, count: int) -> list[Json]:

@@ -61,7 +61,7 @@ def scorer_of_new_users(run: Run, config: TrainConfig, histories: Interactions, 
         seed=config.seed,
         seen=SeenPairs(histories.users, histories.items, histories.num_items) if config.reject_seen else None,
         counted=trained,
-        drawn=features["item"].with_pairs if "item" in features else None,
+        drawn=features["item"].with_row if "item" in features else None,
     )
     for epoch in range(1, int(run.meta["progress"]["epoch"]) + 1):
         rows.optimizer = config.table_optimizer(config.lr_at(epoch))

@@ -1,13 +1,13 @@
 """Side features of users or of items: a sparse matrix of ids and features, stored with a run's interactions.
 
-The vector of an id is its own row plus the sum of the rows of its features, each times a weight. An id without pairs
-has an own row that no step has trained, so it gets the sum alone.
+The vector of an id is its own row plus the sum of the rows of its features, each times a weight. An id without a pair
+that is trained on has an own row that no step has trained, so it gets the sum alone, unless it has no feature either.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -65,17 +65,17 @@ class Features:
         features: ``int64[M]`` in ``[0, num_features)``.
         weights: ``float32[M]``.
         num_features: rows of the table of features.
-        has_pairs: ``bool[N]``, whether an id has a pair for training.
+        has_row: ``bool[N]``, whether the own row of an id counts: it has a pair that is trained on, or no feature.
     """
 
     starts: Int64Array
     features: Int64Array
     weights: Float32Array
     num_features: int
-    has_pairs: npt.NDArray[np.bool_]
+    has_row: npt.NDArray[np.bool_]
 
     def __len__(self) -> int:
-        return len(self.has_pairs)
+        return len(self.has_row)
 
     def bags(self, ids: Int64Array) -> Bags:
         """Return the features of ``int64[N]`` ids in their order; duplicates are allowed."""
@@ -85,18 +85,21 @@ class Features:
         return Bags(self.features[at], self.weights[at], ends - (last - first))
 
     @property
-    def with_pairs(self) -> Int64Array:
-        """The ids with a pair for training, ascending: ``int64[P]``."""
-        return np.flatnonzero(self.has_pairs)
+    def with_row(self) -> Int64Array:
+        """The ids whose own row counts, ascending: ``int64[P]``."""
+        return np.flatnonzero(self.has_row)
 
-    def grown(self, has_pairs: npt.NDArray[np.bool_], *, shared: bool) -> Features:
-        """Return the features with more ids, which have none.
+    def with_pairs(self, has_pairs: npt.NDArray[np.bool_]) -> Features:
+        """Return the features where it is known which ids, ``bool[N]``, have a pair that is trained on."""
+        return replace(self, has_row=has_pairs | (np.diff(self.starts) == 0))
+
+    def grown(self, count: int, *, shared: bool) -> Features:
+        """Return the features of `count` ids, of which the new ones have none.
 
         Args:
-            has_pairs: ``bool[N]`` of all ids, the known ones first.
             shared: whether all ids, the new ones too, have feature 0.
         """
-        new = len(has_pairs) - len(self)
+        new = count - len(self)
         starts = self.starts[-1] + np.arange(1, new + 1) * shared
         added = np.zeros(new * shared, np.int64)
         return Features(
@@ -104,7 +107,7 @@ class Features:
             np.concatenate([self.features, added]),
             np.concatenate([self.weights, np.ones(len(added), np.float32)]),
             self.num_features,
-            has_pairs,
+            np.ones(count, np.bool_),
         )
 
     def of_new(self, count: int) -> Features:
@@ -131,7 +134,7 @@ def write_features(folder: Path, side: str, features: Features, names: list[tupl
     lists = [
         pa.LargeListArray.from_arrays(features.starts, pa.array(part)) for part in (features.features, features.weights)
     ]
-    table = pa.table({"features": lists[0], "weights": lists[1], "has_pairs": features.has_pairs})
+    table = pa.table({"features": lists[0], "weights": lists[1], "has_row": features.has_row})
     write_rows(folder / f"{table_of(side)}s.parquet", table.schema, table.to_batches())
     table = pa.table(
         {
@@ -196,7 +199,7 @@ def _read(path: Path, *names: str) -> list[pa.ChunkedArray]:
 
 def _load(folder: Path, side: str, num_features: int) -> Features:
     path = folder / f"{table_of(side)}s.parquet"
-    lists, weights, has_pairs = (column.combine_chunks() for column in _read(path, "features", "weights", "has_pairs"))
+    lists, weights, has_row = (column.combine_chunks() for column in _read(path, "features", "weights", "has_row"))
     features = lists.values.to_numpy()
     if len(features) and not 0 <= features.min() <= features.max() < num_features:
         raise DataError(f"{path}: is damaged (a feature is not among {num_features:,}); put a copy of it back")
@@ -205,5 +208,5 @@ def _load(folder: Path, side: str, num_features: int) -> Features:
         features,
         weights.values.to_numpy(),
         num_features,
-        has_pairs.to_numpy(zero_copy_only=False),
+        has_row.to_numpy(zero_copy_only=False),
     )

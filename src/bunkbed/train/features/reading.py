@@ -3,8 +3,8 @@
 Each other column is a feature of one kind:
 
 - ``"category"``: each value is a feature of weight 1.
-- ``"values"``: several values between ``|``, ``;``, ``,`` or blanks (the first of these that the column has), each a
-  feature of weight 1. A list column of Parquet is of this kind. RecBole's ``token_seq`` has blanks.
+- ``"values"``: several values, each a feature of weight 1, between ``|``, ``;``, ``,`` or blanks: the first of these
+  that the column has anywhere. A list column of Parquet is of this kind. RecBole's ``token_seq`` has blanks.
 - ``"number"``: one feature, whose weight is the number, less the mean of the column, divided by its standard deviation.
   Numbers that are all 0 or 1 are weights as they are.
 - ``"skip"``: none.
@@ -13,8 +13,9 @@ Kinds that are not given: of a name such as ``genre:token_seq``, as RecBole writ
 columns of numbers are numbers, text with a ``|`` is values, and other text is categories. A missing value is no
 feature. A value that one id alone has says nothing about others, so it gets no row.
 
-Features keep their numbers, and columns their kinds, means and deviations, when a run gets a later file (``before``):
-the rows of the features are trained by then. The later file says all: features of ids that it does not have are gone.
+Features keep their numbers, and columns their kinds, separators, means and deviations, when a run gets a later file
+(``before``): the rows of the features are trained by then. The later file says all: features of ids that it does not
+have are gone.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,9 +33,10 @@ import numpy as np
 import numpy.typing as npt
 
 from bunkbed.core.types import Json
-from bunkbed.train.data.columns import ITEM_NAMES, USER_NAMES, looks_like_header, shown, well_known
+from bunkbed.train.data.columns import ITEM_NAMES, USER_NAMES, looks_like_header, named_columns, shown
+from bunkbed.train.data.interactions import Interactions
 from bunkbed.train.data.reading import INTEGER, MISSING_WORDS
-from bunkbed.train.data.store import load_vocabs, open_known_pairs, write_rows
+from bunkbed.train.data.store import load_vocabs, write_rows
 from bunkbed.train.data.text import TextFile, TextRows, check_utf8, find_separator, split_line
 from bunkbed.train.data.vocab import DataError, Float32Array, Int64Array, Vocab
 from bunkbed.train.features.features import (
@@ -53,7 +55,11 @@ if TYPE_CHECKING:
 __all__ = ["KINDS", "SideFile", "parse_kinds", "store_features"]
 
 KINDS = ("category", "values", "number", "skip")
-_WELL_KNOWN = {"user": USER_NAMES | {"id"}, "item": ITEM_NAMES | {"id"}}
+_WELL_KNOWN = {"user": USER_NAMES, "item": ITEM_NAMES}
+# A standard deviation below this part of the mean is that of rounding.
+_LEAST_DEVIATION = 1e-9
+# A weight is at most this, or the most that a number can be among so many.
+_FURTHEST = 1000.0
 #: Kinds of the types in RecBole's names of columns.
 _TYPES = {"token": "category", "token_seq": "values", "float": "number"}
 #: One value, or the values of a list column.
@@ -66,10 +72,12 @@ class SideFile(NamedTuple):
     Attributes:
         path: of the file.
         id_col: name of the column of ids, if the file has it; otherwise a well-known name, or the first column.
+        header: whether line 1 names the columns; None: detected.
     """
 
     path: Path
     id_col: str | None = None
+    header: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,7 @@ class Column:
         left_out: values of one id alone.
         mean: what is taken from its numbers.
         deviation: what they are divided by then.
+        separator: of values.
     """
 
     name: str
@@ -91,13 +100,23 @@ class Column:
     left_out: int = 0
     mean: float = 0.0
     deviation: float = 1.0
+    separator: str = ""
 
 
 class _Before(NamedTuple):
-    """What a run already knows of one side: column and value of each feature, and its columns by name."""
+    """What a run already knows of one side: features, column and value of each, and its columns by name."""
 
+    features: Features
     names: list[tuple[str, str]]
     columns: dict[str, Column]
+
+
+class _Found(NamedTuple):
+    """The features of one side before it is known which ids have pairs, their names, and what is said of them."""
+
+    features: Features
+    names: list[tuple[str, str]]
+    about: Json
 
 
 class _File(NamedTuple):
@@ -143,6 +162,7 @@ def store_features(
     folder: Path,
     files: Mapping[str, SideFile],
     kinds: Mapping[str, str],
+    trained: Callable[[], Interactions],
     before: Path | None = None,
     kinds_before: Mapping[str, str] | None = None,
 ) -> Json:
@@ -152,51 +172,70 @@ def store_features(
         folder: has a dataset (`bunkbed.train.data.store.save_dataset`).
         files: by side, ``"user"`` or ``"item"``.
         kinds: of columns, by name or position.
+        trained: returns the pairs that are trained on, without those held out. It is called when `folder` has all ids.
         before: the folder of the run's smaller dataset with features, whose ids are the first ones of `folder`. A side
             without a file keeps its features, and its new ids have none.
         kinds_before: those that were given for it.
 
     Returns:
-        By side: ``source``; ``ids``, of the file; ``new``, those without interactions; ``features``, of all columns;
-        ``columns``, as `Column`.
+        By side: ``source``; ``ids``, of the file; ``id_column``; ``new``, ids without interactions; ``features``, of
+        all columns; ``columns``, as `Column`; of a later file ``lost``, ids that had features and are not there, and
+        ``absent``, columns that are not there.
 
     Raises:
         DataError: a file cannot be read, has rows of unequal length, an id twice or missing, no id of the interactions,
-            two columns of one name, or a number that is none; or no file has a column of `kinds`; or the run has no
-            features of a file's side. OSError: a file cannot be read or written.
+            two columns of one name, no clear header or column of ids, or a number that is none or too far from the
+            others; or no file has a column of `kinds`; or the run has no features of a file's side, or another kind of
+            a column. OSError: a file cannot be read or written.
     """
-    about: Json = {}
-    named: set[str] = set()
+    found: dict[str, _Found] = {}
+    named: list[str] = []
     known: Json = {} if before is None else read_about(before)
     for side in SIDES:
         if side in files:
             if before is not None and side not in known:
                 raise DataError(f"{files[side].path}: the run has no features of {side}s; start a new run with them")
-            file = _read(files[side], side, {**(kinds_before or {}), **kinds})
-            named.update(name for at, name in enumerate(file.names) for name in (name, str(at)))
+            vocab = load_vocabs(folder)[SIDES.index(side)]
+            file = _read(files[side], side, {**(kinds_before or {}), **kinds}, vocab)
+            named += file.names
             of_side = None
             if before is not None:
                 columns = {each["name"]: Column(**each) for each in known[side]["columns"]}
-                of_side = _Before(read_names(before, side), columns)
-            about[side] = _store(folder, side, file, files[side].id_col, of_side)
+                of_side = _Before(load_features(before)[side], read_names(before, side), columns)
+                _refuse_other_kinds(file, columns, kinds)
+            found[side] = _features(folder, side, vocab, file, files[side].id_col, of_side)
         elif before is not None and side in known:
-            about[side] = known[side]
-            vocab = load_vocabs(folder)[SIDES.index(side)]
-            has_pairs = _has_pairs(folder, side, len(vocab))
-            grown = load_features(before)[side].grown(has_pairs, shared=side == "user")
-            write_features(folder, side, grown, read_names(before, side))
+            count = len(load_vocabs(folder)[SIDES.index(side)])
+            grown = load_features(before)[side].grown(count, shared=side == "user")
+            found[side] = _Found(grown, read_names(before, side), known[side])
     for name in kinds:
-        if name not in named:
-            paths = ", ".join(str(file.path) for file in files.values())
-            raise DataError(f"{paths}: no column {name!r}, which --feature-kinds names")
-    if about:
-        write_about(folder, about)
-    return about
+        if name not in named and not (name.isdecimal() and named):
+            raise DataError(
+                f"{', '.join(str(file.path) for file in files.values())}: no column {name!r}, which --feature-kinds "
+                f"names; there are {', '.join(named)}"
+            )
+    if found:
+        pairs = trained()
+        for side, (features, names, _) in found.items():
+            write_features(folder, side, features.with_pairs(_has_pairs(pairs, side, len(features))), names)
+        write_about(folder, {side: of_side.about for side, of_side in found.items()})
+    return {side: of_side.about for side, of_side in found.items()}
 
 
-def _store(folder: Path, side: str, file: _File, id_col: str | None, before: _Before | None) -> Json:
+def _refuse_other_kinds(file: _File, columns: Mapping[str, Column], kinds: Mapping[str, str]) -> None:
+    """Raise where `kinds` change what a run knows of a column."""
+    for at, name in enumerate(file.names):
+        kind = kinds.get(name, kinds.get(str(at)))
+        if name in columns and kind not in (None, columns[name].kind):
+            raise DataError(
+                f"{file.path}: column {name!r} is of kind {columns[name].kind} in this run and cannot become {kind}; "
+                "start a new run for it"
+            )
+
+
+def _features(folder: Path, side: str, vocab: Vocab, file: _File, id_col: str | None, before: _Before | None) -> _Found:
+    """Return the features of a file; write the labels of ids that have no interactions."""
     at = _id_column(file, side, id_col)
-    vocab = load_vocabs(folder)[SIDES.index(side)]
     labels = _labels(file, at, side, vocab)
     grown, ids = vocab.extended(labels)
     new = len(grown) - len(vocab)
@@ -225,11 +264,16 @@ def _store(folder: Path, side: str, file: _File, id_col: str | None, before: _Be
 
         table = pa.table({"label": grown.array})
         write_rows(folder / f"{side}s.parquet", table.schema, table.to_batches())
-    features = _joined(parts, len(numbers.names), _has_pairs(folder, side, len(grown)))
-    write_features(folder, side, features, numbers.names)
-    found = {"source": file.path, "ids": len(ids), "new": new, "features": len(numbers.names)}
-    absent = [] if before is None else [each for name, each in before.columns.items() if name not in file.names]
-    return {**found, "columns": [asdict(column) for column in (*columns, *absent)]}
+    features = _joined(parts, len(numbers.names), len(grown))
+    about: Json = {"source": file.path, "ids": len(ids), "id_column": file.names[at], "new": new}
+    about |= {"features": len(numbers.names), "columns": [asdict(column) for column in columns]}
+    if before is not None:
+        kept = {column.name for column in columns}
+        about["columns"] += [asdict(column) for name, column in before.columns.items() if name not in kept]
+        had = np.diff(before.features.starts) > (side == "user")
+        had[ids[ids < len(had)]] = False
+        about |= {"lost": int(had.sum()), "absent": [name for name in before.columns if name not in file.names]}
+    return _Found(features, numbers.names, about)
 
 
 class _Numbers:
@@ -250,26 +294,51 @@ class _Numbers:
         return number
 
 
-def _joined(parts: Sequence[_Part], num_features: int, has_pairs: npt.NDArray[np.bool_]) -> Features:
+def _joined(parts: Sequence[_Part], num_features: int, count: int) -> Features:
     """Return the features of all columns, by id; those of an id are in the order of the columns."""
     rows, features, weights = (np.concatenate([part[field] for part in parts]) for field in range(3))
     order = np.argsort(rows, kind="stable")
-    starts = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=len(has_pairs)))])
-    return Features(starts, features[order], weights[order], num_features, has_pairs)
+    starts = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=count))])
+    return Features(starts, features[order], weights[order], num_features, np.ones(count, np.bool_))
 
 
-def _has_pairs(folder: Path, side: str, count: int) -> npt.NDArray[np.bool_]:
+def _has_pairs(pairs: Interactions, side: str, count: int) -> npt.NDArray[np.bool_]:
     found = np.zeros(count, np.bool_)
-    for pair in open_known_pairs(folder)[0].batches():
+    for pair in pairs.batches():
         found[pair[SIDES.index(side)]] = True
     return found
 
 
 def _id_column(file: _File, side: str, id_col: str | None) -> int:
-    if id_col in file.names:
+    """Return the position of the column of ids.
+
+    Raises:
+        DataError: several columns, or that of the other side, may be it.
+    """
+    if is_name(id_col) and id_col in file.names:
         return file.names.index(id_col)
-    found = well_known(file.names, _WELL_KNOWN[side])
-    return 0 if found is None else found
+    for names in (_WELL_KNOWN[side], frozenset(("id",))):
+        found = named_columns(file.names, names)
+        if len(found) > 1:
+            raise DataError(
+                f"{file.path}: cannot tell which column holds the {side}s: "
+                f"{', '.join(repr(file.names[at]) for at in found)}; rename the others, or name it as the interactions "
+                f"do and give --{side}-col"
+            )
+        if found:
+            return found[0]
+    other = SIDES[1 - SIDES.index(side)]
+    if named_columns(file.names[:1], _WELL_KNOWN[other]):
+        raise DataError(
+            f"{file.path}: the first column, {file.names[0]!r}, holds {other}s; give it with --{other}-features, or "
+            f"name the column of {side}s"
+        )
+    return 0
+
+
+def is_name(col: str | None) -> bool:
+    """Return whether an option names a column, not a position."""
+    return col is not None and not col.isdecimal()
 
 
 def _labels(file: _File, at: int, side: str, vocab: Vocab) -> pa.Array:
@@ -308,10 +377,13 @@ def _column(
     if kind == "number":
         part, mean, deviation = _weights(file, at, cells, numbers, known)
         return part, Column(name, kind, int(numbers.has(name, "")), 0, mean, deviation)
-    separator = None if kind == "category" else " " if file.has_blanks[at] else _separator(cells)
-    lists = [_split(cell, separator) for cell in cells]
+    separator = ""
+    if kind == "values":
+        separator = known.separator if known is not None else " " if file.has_blanks[at] else _separator(cells)
+    lists = [_split(cell, separator or None) for cell in cells]
     part, left_out = _values(name, lists, numbers)
-    return part, Column(name, kind, len(numbers.names) - size + (known.features if known else 0), left_out)
+    size = len(numbers.names) - size + (known.features if known else 0)
+    return part, Column(name, kind, size, left_out, separator=separator)
 
 
 def _guessed(cells: Sequence[Cell]) -> str:
@@ -372,20 +444,38 @@ def _weights(
             f"correct it, or give --feature-kinds {file.names[at]}=category"
         )
     rows = np.array([row for row, _ in given], np.int64)
-    mean, deviation = (0.0, 1.0) if known is None else (known.mean, known.deviation)
-    if known is None and not np.isin(numbers, (0, 1)).all():
-        mean, deviation = float(numbers.mean()), float(numbers.std()) or 1.0
+    is_known = known is not None and features.has(known.name, "")
+    mean, deviation = (known.mean, known.deviation) if known is not None and is_known else (0.0, 1.0)
+    if not is_known and not np.isin(numbers, (0, 1)).all():
+        with np.errstate(over="ignore", invalid="ignore"):
+            mean, deviation = float(numbers.mean()), float(numbers.std())
+        if not math.isfinite(deviation):
+            deviation = math.nan  # no number is a weight
+        elif deviation <= _LEAST_DEVIATION * abs(mean):
+            deviation = math.inf  # all are equal, but for rounding
     numbers = (numbers - mean) / deviation
+    far = np.flatnonzero(~(np.abs(numbers) <= max(_FURTHEST, len(numbers) ** 0.5)))
+    if len(far):
+        row, cell = given[int(far[0])]
+        raise DataError(
+            f"{file.path} {file.places[row]}: {file.names[at]!r} is too far from the other numbers to be a weight "
+            f"(found {shown(str(cell))}); correct it, or give --feature-kinds {file.names[at]}=category"
+        )
+    deviation = deviation if math.isfinite(deviation) else 1.0
     has = numbers != 0
     feature = features.of(file.names[at], "") if has.any() else 0
     part = _Part(rows[has], np.full(int(has.sum()), feature), numbers[has].astype(np.float32))
     return part, mean, deviation
 
 
-def _read(given: SideFile, side: str, kinds: Mapping[str, str]) -> _File:
+def _read(given: SideFile, side: str, kinds: Mapping[str, str], vocab: Vocab) -> _File:
     """Read the whole file."""
     text = TextFile(os.fspath(given.path))
-    file = _read_parquet(text.path) if text.magic.startswith(b"PAR1") else _read_text(text, side, given.id_col, kinds)
+    file = (
+        _read_parquet(text.path, kinds)
+        if text.magic.startswith(b"PAR1")
+        else _read_text(text, side, given, kinds, vocab)
+    )
     if len(file.names) < 2:
         raise DataError(f"{file.path}: has one column; features need a column of ids and at least one other")
     if not file.places:
@@ -400,17 +490,14 @@ def _read(given: SideFile, side: str, kinds: Mapping[str, str]) -> _File:
     return file._replace(kinds=found)
 
 
-def _read_text(text: TextFile, side: str, id_col: str | None, kinds: Mapping[str, str]) -> _File:
+def _read_text(text: TextFile, side: str, given: SideFile, kinds: Mapping[str, str], vocab: Vocab) -> _File:
     lines = text.sample_lines()
     separator = find_separator(lines)
     sample = [split_line(text.path, line, separator) for line in lines]
     header = [field.strip() for field in sample[0]]
-    has_header = (
-        id_col in header
-        or well_known(header, _WELL_KNOWN[side]) is not None
-        or any(name in kinds and not name.isdecimal() for name in header)
-        or looks_like_header(sample, ())
-    )
+    has_header = given.header
+    if has_header is None:
+        has_header = _is_header(text.path, side, sample, {given.id_col, *kinds}, vocab)
     names = header if has_header else [str(at) for at in range(len(header))]
     columns: list[list[Cell]] = [[] for _ in names]
     places: list[str] = []
@@ -425,11 +512,44 @@ def _read_text(text: TextFile, side: str, id_col: str | None, kinds: Mapping[str
         places.append(f"line {number}")
     types = [name.rpartition(":") for name in names]
     found = [_TYPES.get(kind) if plain else None for plain, _, kind in types]
-    names = [(types[at][0] if found[at] else name) or str(at) for at, name in enumerate(names)]
+    is_typed = [bool(plain) and kind in (*_TYPES, "float_seq") for plain, _, kind in types]
+    names = [(types[at][0] if is_typed[at] else name) or str(at) for at, name in enumerate(names)]
+    for name, (_, _, kind) in zip(names, types, strict=True):
+        if kind == "float_seq" and kinds.get(name) != "skip":
+            raise DataError(
+                f"{text.path}: column {name!r} holds lists of numbers, which are no features; give --feature-kinds "
+                f"{name}=skip"
+            )
     return _File(text.path, names, [*columns], places, found, [kind == "token_seq" for _, _, kind in types])
 
 
-def _read_parquet(path: str) -> _File:
+def _is_header(
+    path: str, side: str, sample: Sequence[Sequence[str]], asked: Collection[str | None], vocab: Vocab
+) -> bool:
+    """Return whether the first row names the columns.
+
+    Raises:
+        DataError: it may be a header or an id that has no interactions.
+    """
+    header = [field.strip() for field in sample[0]]
+    if any(is_name(name) and name in header for name in asked):
+        return True
+    if named_columns(header, _WELL_KNOWN[side] | {"id"}) or any(name.rpartition(":")[2] in _TYPES for name in header):
+        return True
+    known = vocab.encode([row[0].strip() for row in sample]) >= 0
+    if known[0]:
+        return False
+    if looks_like_header(sample, ()):
+        return True
+    if known[1:].sum() * 2 < len(known) - 1 or len(known) < 2:
+        return False
+    raise DataError(
+        f"{path}: line 1 is a header, or {header[0]!r} is one of the {side}s and has no interactions; --header or "
+        "--no-header says which, for all files"
+    )
+
+
+def _read_parquet(path: str, kinds: Mapping[str, str]) -> _File:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -437,6 +557,15 @@ def _read_parquet(path: str) -> _File:
         table = pq.read_table(path)
     except pa.ArrowException as error:
         raise DataError(f"{path}: is damaged Parquet ({str(error).splitlines()[0]})") from error
+    for field in table.schema:
+        kind = field.type
+        of_list = kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else kind
+        is_odd = pa.types.is_nested(of_list) or (of_list is not kind and pa.types.is_floating(of_list))
+        if is_odd and kinds.get(field.name) != "skip":
+            raise DataError(
+                f"{path}: column {field.name!r} holds {kind}, which is no feature; give --feature-kinds "
+                f"{field.name}=skip"
+            )
     columns = [[_cell(value) for value in column.to_pylist()] for column in table.columns]
     places = [f"row {row}" for row in range(len(table))]
     return _File(path, list(table.column_names), [*columns], places, [None] * len(columns), [False] * len(columns))

@@ -50,7 +50,7 @@ class FeaturedLayer(nn.Module):  # type: ignore[misc]  # torch is untyped here
         self._features = features
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the vectors of ids with pairs: ``int64[...]`` -> ``float32[..., dim]``."""
+        """Return the vectors of ids whose own rows count: ``int64[...]`` -> ``float32[..., dim]``."""
         bags = self._features.bags(ids.numpy().reshape(-1))
         rows, values = self.rows(ids), self.values(torch.from_numpy(bags.features))
         return rows + _sums(torch.arange(len(values), device=values.device), values, bags).reshape(rows.shape)
@@ -71,7 +71,7 @@ class FeaturedRows:
     Owns nothing; as thread-safe as its tables.
 
     Args:
-        rows: of the ids. Those of ids without pairs are left out.
+        rows: of the ids. Those that do not count (`Features.has_row`) are left out.
         values: of the features.
     """
 
@@ -85,7 +85,7 @@ class FeaturedRows:
         """Return vectors: ``int64[...]`` -> ``float32[..., dim]``."""
         found = self._rows.lookup(ids, touch=touch)
         flat, vectors = ids.reshape(-1), found.reshape(-1, found.shape[-1])
-        vectors[~self._features.has_pairs[flat]] = 0
+        vectors[~self._features.has_row[flat]] = 0
         for first in range(0, len(flat), _CHUNK):
             bags = self._features.bags(flat[first : first + _CHUNK])
             if len(bags.features):
