@@ -177,8 +177,8 @@ def export_table(
 ) -> int:
     """Write rows of a table to a file, which is complete or not there.
 
-    The table of a training run is user, item, item_bias, user_feature or item_feature. Rows have the names of the training file, if the format can
-    hold names.
+    The table of a training run is user, item, item_bias, user_feature or item_feature. Rows have the names of the
+    training file, if the format can hold names; features have numbers.
     """
     import bunkbed as bb
 
