@@ -167,7 +167,7 @@ class SequenceSource(BatchSource):
         negatives: int,
         seen: SeenPairs | None,
         popular: bool,
-        drawn: Int64Array | None,
+        drawn: Int64Array | None = None,
     ) -> None:
         super().__init__(
             pairs,
