@@ -32,9 +32,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
 
     def start(
-        _: Team, file: Path, reading: dict[str, Any], out: Path | None, undecided: Any, *rest: Any, **more: Any
+        _: Team, file: Path, reading: Any, features: Any, out: Path | None, undecided: Any, *rest: Any, **more: Any
     ) -> int:
-        calls.append({"file": file, "out": out, **undecided, **reading})
+        calls.append({"file": file, "out": out, **undecided, **reading, **features})
         return 0
 
     monkeypatch.setattr(train_command, "_start", start)
@@ -164,6 +164,7 @@ def test_defaults_are_those_of_the_configuration(cli: Run, started: list[dict[st
     assert TrainConfig.from_dict(started[0]["given"]) == TrainConfig()
     assert started[0]["recipe"] == "default" and not set(AUTO) & set(started[0]["given"])
     assert started[0]["header"] == "auto" and started[0]["layout"] == "auto"
+    assert (started[0]["item_features"], started[0]["feature_kinds"]) == (None, {})
 
 
 def test_options_from_yaml_and_flags_win(cli: Run, started: list[dict[str, Any]], tmp_path: Path) -> None:
