@@ -97,6 +97,18 @@ def test_sequences_judges_every_side_alike(tmp_path: Path) -> None:
     assert 2 * ndcg["mf"] < ndcg["sasrec"] < ndcg["planted optimum"] and ndcg["popular"] < ndcg["sasrec"]
 
 
+def test_items_without_pairs_are_found_by_their_features(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    done = run("-m", "benchmarks.cases.recommenders.cold", "--tiny", "--train", "--epochs 5", "--dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    found = {
+        line[9:69].strip(): float(line[69:].split()[0]) for line in done.stdout.splitlines() if "items" in line[:20]
+    }
+    among = "items without pairs: "
+    assert found["all items: without features"] == 0 < found["all items: features"]
+    assert found[among + "popularity (chance)"] < found[among + "features"] <= found[among + "true scores"]
+
+
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, env=env)
