@@ -123,12 +123,11 @@ def _make(
         merged = merge_datasets(place / DATA_NAME, fresh, data, ram_bytes)
         shutil.rmtree(fresh)
         stored = read_config(place)
-        kinds_before = stored.get("features", {}).get("feature_kinds", {})
 
         def trained() -> Interactions:
             return open_parts(open_dataset(data), config, part).train
 
-        about = store_features(data, sides, kinds, trained, place / DATA_NAME, kinds_before)
+        about = store_features(data, sides, kinds, trained, place / DATA_NAME)
         grown = open_dataset(data)
         sizes = {"user": grown.num_users, "item": grown.num_items, "item_bias": grown.num_items}
         sizes |= {table_of(side): of_side["features"] for side, of_side in about.items()}
@@ -153,7 +152,7 @@ def _make(
     link_others(place, part, {DATA_NAME, STREAM_FOLDER, CONFIG_NAME, "test.json"})
     if sides:
         files = {f"{side}_features": str(given.path.resolve()) for side, given in sides.items()}
-        stored["features"] |= {**files, "feature_kinds": {**kinds_before, **kinds}}
+        stored["features"] |= {**files, "feature_kinds": {**stored["features"]["feature_kinds"], **kinds}}
     write_config(part, {**stored, "train": config.to_dict()})
     return merged, about
 

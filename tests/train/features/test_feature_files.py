@@ -205,14 +205,14 @@ def test_damaged_features_are_found(name: str, tmp_path: Path) -> None:
 
 def test_a_later_file_keeps_kinds_and_known_values(tmp_path: Path) -> None:
     before = small(tmp_path)
-    read(tmp_path, "id,a,size,note\n1,x,1,p\n2,x,1,p\n3,y,2,p\n", "size=category,note=skip")
+    read(tmp_path, "id,a,size,note:token\n1,x,1,p\n2,x,1,p\n3,y,2,p\n", "size=category,3=skip")
     names = read_names(before, "item")
     assert names == [("a", "x"), ("size", "1")]
     (tmp_path / "later").mkdir()
     after = small(tmp_path / "later")
-    (tmp_path / "later.csv").write_text("id,a,size,note,more\n1,z,1,p,m\n2,z,2,p,m\n3,x,3,p,n\n")
+    (tmp_path / "later.csv").write_text("id,a,note:token,size,more\n1,z,p,1,m\n2,z,p,2,m\n3,x,p,3,n\n")
     file = {"item": SideFile(tmp_path / "later.csv")}
-    store_features(after, file, {"more": "category"}, every_pair(after), before, {"size": "category", "note": "skip"})
+    store_features(after, file, {"more": "category"}, every_pair(after), before)
     found, grown = matrix(after, "item")
     assert grown == [*names, ("a", "z"), ("more", "m")]
     # x of one item alone has a row already; columns that are known keep their kind without a given one.

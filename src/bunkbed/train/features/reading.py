@@ -104,11 +104,12 @@ class Column:
 
 
 class _Before(NamedTuple):
-    """What a run already knows of one side: features, column and value of each, and its columns by name."""
+    """What a run already knows of one side: features, column and value of each, columns by name, and those skipped."""
 
     features: Features
     names: list[tuple[str, str]]
     columns: dict[str, Column]
+    skipped: Collection[str]
 
 
 class _Found(NamedTuple):
@@ -164,7 +165,6 @@ def store_features(
     kinds: Mapping[str, str],
     trained: Callable[[], Interactions],
     before: Path | None = None,
-    kinds_before: Mapping[str, str] | None = None,
 ) -> Json:
     """Read files of features into a dataset's folder; ids without interactions become users or items without pairs.
 
@@ -175,12 +175,11 @@ def store_features(
         trained: returns the pairs that are trained on, without those held out. It is called when `folder` has all ids.
         before: the folder of the run's smaller dataset with features, whose ids are the first ones of `folder`. A side
             without a file keeps its features, and its new ids have none.
-        kinds_before: those that were given for it.
 
     Returns:
         By side: ``source``; ``ids``, of the file; ``id_column``; ``new``, ids without interactions; ``features``, of
-        all columns; ``columns``, as `Column`; of a later file ``lost``, ids that had features and are not there, and
-        ``absent``, columns that are not there.
+        all columns; ``columns``, as `Column`; ``skipped``, names of others; of a later file ``lost``, ids that had
+        features and are not there, and ``absent``, columns that are not there.
 
     Raises:
         DataError: a file cannot be read, has rows of unequal length, an id twice or missing, no id of the interactions,
@@ -196,14 +195,16 @@ def store_features(
             if before is not None and side not in known:
                 raise DataError(f"{files[side].path}: the run has no features of {side}s; start a new run with them")
             vocab = load_vocabs(folder)[SIDES.index(side)]
-            file = _read(files[side], side, {**(kinds_before or {}), **kinds}, vocab)
+            file = _read(files[side], side, kinds, vocab)
             named += file.names
             of_side = None
             if before is not None:
                 columns = {each["name"]: Column(**each) for each in known[side]["columns"]}
-                of_side = _Before(load_features(before)[side], read_names(before, side), columns)
+                of_side = _Before(
+                    load_features(before)[side], read_names(before, side), columns, known[side]["skipped"]
+                )
                 _refuse_other_kinds(file, columns, kinds)
-            found[side] = _features(folder, side, vocab, file, files[side].id_col, of_side)
+            found[side] = _features(folder, side, vocab, file, files[side].id_col, kinds, of_side)
         elif before is not None and side in known:
             count = len(load_vocabs(folder)[SIDES.index(side)])
             grown = load_features(before)[side].grown(count, shared=side == "user")
@@ -233,7 +234,15 @@ def _refuse_other_kinds(file: _File, columns: Mapping[str, Column], kinds: Mappi
             )
 
 
-def _features(folder: Path, side: str, vocab: Vocab, file: _File, id_col: str | None, before: _Before | None) -> _Found:
+def _features(
+    folder: Path,
+    side: str,
+    vocab: Vocab,
+    file: _File,
+    id_col: str | None,
+    kinds: Mapping[str, str],
+    before: _Before | None,
+) -> _Found:
     """Return the features of a file; write the labels of ids that have no interactions."""
     at = _id_column(file, side, id_col)
     labels = _labels(file, at, side, vocab)
@@ -248,9 +257,14 @@ def _features(folder: Path, side: str, vocab: Vocab, file: _File, id_col: str | 
     # What every user has in common; of items it would add the same to all scores of a user.
     names = [("", "every user")] if side == "user" else []
     numbers = _Numbers(names if before is None else before.names)
+    skipped = []
     for place, cells in enumerate(file.columns):
-        known = None if before is None else before.columns.get(file.names[place])
-        if place != at and file.kinds[place] != "skip":
+        name = file.names[place]
+        known = None if before is None else before.columns.get(name)
+        is_given = name in kinds or str(place) in kinds
+        if file.kinds[place] == "skip" or (before is not None and name in before.skipped and not is_given):
+            skipped.append(name)
+        elif place != at:
             part, column = _column(file, place, cells, numbers, known)
             parts.append(part._replace(rows=ids[part.rows]))
             columns.append(column)
@@ -266,7 +280,7 @@ def _features(folder: Path, side: str, vocab: Vocab, file: _File, id_col: str | 
         write_rows(folder / f"{side}s.parquet", table.schema, table.to_batches())
     features = _joined(parts, len(numbers.names), len(grown))
     about: Json = {"source": file.path, "ids": len(ids), "id_column": file.names[at], "new": new}
-    about |= {"features": len(numbers.names), "columns": [asdict(column) for column in columns]}
+    about |= {"features": len(numbers.names), "columns": [asdict(column) for column in columns], "skipped": skipped}
     if before is not None:
         kept = {column.name for column in columns}
         about["columns"] += [asdict(column) for name, column in before.columns.items() if name not in kept]
@@ -379,7 +393,7 @@ def _column(
         return part, Column(name, kind, int(numbers.has(name, "")), 0, mean, deviation)
     separator = ""
     if kind == "values":
-        separator = known.separator if known is not None else " " if file.has_blanks[at] else _separator(cells)
+        separator = (known and known.separator) or (" " if file.has_blanks[at] else _separator(cells))
     lists = [_split(cell, separator or None) for cell in cells]
     part, left_out = _values(name, lists, numbers)
     size = len(numbers.names) - size + (known.features if known else 0)
@@ -416,9 +430,9 @@ def _split(cell: Cell, separator: str | None) -> list[str]:
 
 
 def _separator(cells: Sequence[Cell]) -> str:
-    """Return what separates the values of a column's cells."""
-    text = [cell for cell in cells if isinstance(cell, str)]
-    return next((mark for mark in ("|", ";", ",") if any(mark in cell for cell in text)), " ")
+    """Return what separates the values of a column's cells; nothing where all are lists."""
+    text = [cell for cell in cells if isinstance(cell, str) and cell]
+    return "" if not text else next((mark for mark in ("|", ";", ",") if any(mark in cell for cell in text)), " ")
 
 
 def _values(name: str, lists: Sequence[Sequence[str]], numbers: _Numbers) -> tuple[_Part, int]:
