@@ -103,7 +103,9 @@ def compared(folder: Path, sample: Sample, options: Sequence[str], seed: int) ->
 def trained(*arguments: str) -> dict[str, float]:
     """Train in a process; return the metrics of the test."""
     command = [sys.executable, "-m", "bunkbed", "train", *arguments, "--json"]
-    done = subprocess.run(command, check=True, capture_output=True)
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}: {done.stderr}")
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])["test"]["metrics"]
     return found
 
