@@ -59,7 +59,7 @@ PYTHON = {
     "train/processes": "run torch/ranks",
     "train/data": "core errors files order train/processes train/settings",
     "train/features": "core files train/data",
-    "train/models": "core run torch train/features train/settings",
+    "train/models": "core run torch train/data train/features train/settings",
     "train/evaluate": "bunkbed core files run train/data train/features train/models train/output train/processes"
     " train/settings",
     "train": "bunkbed core errors files machine maintenance run sharded/base table torch train/data train/evaluate"

@@ -24,6 +24,7 @@ from bunkbed.train import Recommender  # noqa: E402
 from bunkbed.train.data.interactions import Dataset, Interactions  # noqa: E402
 from bunkbed.train.data.splits import split  # noqa: E402
 from bunkbed.train.data.store import load_dataset, open_dataset, save_dataset  # noqa: E402
+from bunkbed.train.data.vocab import DataError  # noqa: E402
 from bunkbed.train.features.features import load_features, read_names  # noqa: E402
 from bunkbed.train.features.reading import SideFile, store_features  # noqa: E402
 from bunkbed.train.loop import Trainer  # noqa: E402
@@ -253,6 +254,8 @@ def test_features_of_other_data_are_refused(tmp_path: Path) -> None:
             Trainer(CONFIG, interactions(), run)
         Trainer(replace(CONFIG, epochs=1), data, run).fit()
     (tmp_path / "data" / "features.json").unlink()
+    with bb.Run(tmp_path, ram="64MiB", mode="r") as run, pytest.raises(DataError, match="features of items, which the"):
+        scorer_of_run(run, CONFIG)  # and no ranking by own rows alone
     with bb.Run(tmp_path, ram="64MiB") as run, pytest.raises(ValueError, match="tables of features of"):
         Trainer(CONFIG, data, run)
     data = stored(tmp_path / "b", "user")

@@ -149,7 +149,8 @@ def _cells(
         figures += [_figure(in_test.get(name), best_test[name]) for name in test_metrics]
         seconds = [] if not baselines else ["-" if row.seconds is None else f"{row.seconds:,.1f}"]
         if isinstance(row, Baseline):
-            cells.append([row.name, *(["-"] if names else []), *"---", *figures, *"--", *seconds])
+            plain = [row.name, *(["-"] if names else []), *"---", *figures, *"--", *seconds]
+            cells.append([f"[dim]{cell}[/dim]" for cell in plain])
             continue
         one = [
             escape(str(row.folder)),

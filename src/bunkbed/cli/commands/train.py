@@ -188,8 +188,8 @@ def train(
                 raise UsageProblem("--more works in one process: run it without torchrun, and go on with --resume")
             asked = {name: options[name] for name in given & {*_OF_ROUND}}
             columns = {name: value for name, value in reading.items() if name in given}
-            sides = {name: features[name] for name in given & {*_FEATURES}}
-            _add(resume, resumed, more, columns, sides, asked, console, as_json=json)
+            given_features = {name: features[name] for name in given & {*_FEATURES}}
+            _add(resume, resumed, more, columns, given_features, asked, console, as_json=json)
             resumed, changes = _resumed_config(resume, {}, set()), {}
         return _go_on(team, resume, resumed, changes, console, as_json=json, tensorboard=tensorboard)
     assert file is not None and new_config is not None

@@ -75,13 +75,9 @@ def say_data(console: Console, data: Dataset) -> None:
 def say_features(console: Console, about: Json) -> None:
     """Print what files of features said."""
     for side, found in about.items():
-        columns = [
-            f"{each['name']} {_said(each)}"
-            for each in found["columns"]
-            if each["features"] and each["name"] not in found.get("absent", [])
-        ]
-        name, listed = escape(Path(found["source"]).name), escape(", ".join(columns))
-        count = sum(each["features"] for each in found["columns"])
+        columns = [each for each in found["columns"] if each["name"] not in found.get("absent", [])]
+        listed = escape(", ".join(f"{each['name']} {_said(each)}" for each in columns if each["features"]))
+        name, count = escape(Path(found["source"]).name), sum(each["features"] for each in columns)
         ids = f"{found['ids']:,} {side}s (column {escape(repr(found['id_column']))})"
         lines = [f"[b]{name}[/b]  {ids} with {count:,} features: {listed}"]
         left_out = sum(each["left_out"] for each in found["columns"])

@@ -329,7 +329,7 @@ def _id_column(file: _File, side: str, id_col: str | None) -> int:
     Raises:
         DataError: several columns, or that of the other side, may be it.
     """
-    if is_name(id_col) and id_col in file.names:
+    if _is_name(id_col) and id_col in file.names:
         return file.names.index(id_col)
     for names in (_WELL_KNOWN[side], frozenset(("id",))):
         found = named_columns(file.names, names)
@@ -350,7 +350,7 @@ def _id_column(file: _File, side: str, id_col: str | None) -> int:
     return 0
 
 
-def is_name(col: str | None) -> bool:
+def _is_name(col: str | None) -> bool:
     """Return whether an option names a column, not a position."""
     return col is not None and not col.isdecimal()
 
@@ -546,7 +546,7 @@ def _is_header(
         DataError: it may be a header or an id that has no interactions.
     """
     header = [field.strip() for field in sample[0]]
-    if any(is_name(name) and name in header for name in asked):
+    if any(_is_name(name) and name in header for name in asked):
         return True
     if named_columns(header, _WELL_KNOWN[side] | {"id"}) or any(name.rpartition(":")[2] in _TYPES for name in header):
         return True

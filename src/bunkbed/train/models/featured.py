@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from bunkbed.torch import Embedding
-from bunkbed.train.features.features import SIDES, Bags, Features, load_features, table_of
+from bunkbed.train.data.vocab import DataError
+from bunkbed.train.features.features import ABOUT_NAME, SIDES, Bags, Features, load_features, table_of
 from bunkbed.train.settings.run_config import DATA_NAME
 
 if TYPE_CHECKING:
@@ -112,7 +113,15 @@ def features_of_run(run: Run) -> dict[str, Features]:
     Raises:
         DataError: a file is damaged or missing.
     """
-    return load_features(run.path / DATA_NAME) if any(table_of(side) in run.table_names for side in SIDES) else {}
+    wanted = [side for side in SIDES if table_of(side) in run.table_names]
+    found = load_features(run.path / DATA_NAME) if wanted else {}
+    for side in wanted:
+        if side not in found:
+            raise DataError(
+                f"{run.path / DATA_NAME / ABOUT_NAME}: is missing, or without features of {side}s, which the run has; "
+                "put a copy of it back"
+            )
+    return found
 
 
 def rows_of_run(run: Run, side: str, features: Mapping[str, Features]) -> Rows:
