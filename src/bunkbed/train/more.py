@@ -121,13 +121,13 @@ def _make(
         prepare_dataset(fresh, file, ram_bytes=ram_bytes, **reading)
         data.mkdir()
         merged = merge_datasets(place / DATA_NAME, fresh, data, ram_bytes)
-        shutil.rmtree(fresh)
         stored = read_config(place)
 
         def trained() -> Interactions:
-            return open_parts(open_dataset(data), config, part).train
+            return open_parts(open_dataset(data), config, fresh).train  # with option stream, in files
 
         about = store_features(data, sides, kinds, trained, place / DATA_NAME)
+        shutil.rmtree(fresh)
         grown = open_dataset(data)
         sizes = {"user": grown.num_users, "item": grown.num_items, "item_bias": grown.num_items}
         sizes |= {table_of(side): of_side["features"] for side, of_side in about.items()}

@@ -236,7 +236,7 @@ def test_a_later_file_keeps_separators_and_scales(tmp_path: Path) -> None:
         found: dict[str, Any] = store_features(after, file, kinds, every_pair(after), before)["item"]
         return found
 
-    about = later("id,tags,size\n1,Film Noir,1\n2,Drama,2\n")
+    about = later("id,tags,size\n1,Film Noir,1\n2,Film Noir,2\n")
     assert read_names(after, "item") == names  # and no words of "Film Noir"
     assert (about["lost"], about["absent"]) == (1, ["same", "note"])
     about = later("id,size,tags\n1,1,Drama\n2,2,Drama\n3,3,Drama\n", size="number")

@@ -326,6 +326,20 @@ def test_more_items_without_pairs_than_with(cli: Run, files: Path) -> None:
     assert (code, err) == (0, "") and "negatives 8 (a quarter of the items)" in out
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_command_knows_which_pairs_are_held_out(stream: bool, cli: Run, files: Path) -> None:
+    """Items 32 and, with `--more`, 33 have one pair, which is the validation of a user."""
+    with (files / "pairs.csv").open("a") as file:
+        file.write("0,32\n")
+    more = ("--stream", "--eval-users", "100") if stream else ()
+    command = ("train", "pairs.csv", *SMALL, *more, "--epochs", "1", "--valid", "last", *SIDES, "--out", "run")
+    assert cli(*command)[0] == 0
+    assert np.flatnonzero(~load_features(files / "run" / "data")["item"].has_row).tolist() == list(range(32, 40))
+    (files / "more.csv").write_text("user,item\n1,33\n")
+    assert cli("train", "--resume", "run", "--more", "more.csv", "--epochs", "1")[0] == 0
+    assert np.flatnonzero(~load_features(files / "run" / "data")["item"].has_row).tolist() == list(range(32, 40))
+
+
 def test_files_of_features_that_are_refused_leave_no_folder(cli: Run, files: Path) -> None:
     (files / "bad.csv").write_text("item,kind\n1,a\n1,b\n")
     for stream in ((), ("--stream",)):
