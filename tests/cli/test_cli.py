@@ -17,8 +17,8 @@ import bunkbed
 from bunkbed import _native
 from bunkbed.cli import main
 from bunkbed.cli.commands import train as train_command
+from bunkbed.cli.shared.train_fit import Session
 from bunkbed.cli.shared.train_options import OptimizerName, Ranking, RecipeName
-from bunkbed.train.processes.team import Team
 from bunkbed.train.settings.auto import AUTO, RECIPES
 from bunkbed.train.settings.config import TrainConfig
 from bunkbed.train.settings.option import option_of
@@ -31,13 +31,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What ``bunkbed train`` would start, without starting it."""
     calls: list[dict[str, Any]] = []
 
-    def start(
-        _: Team, file: Path, reading: Any, features: Any, out: Path | None, undecided: Any, *rest: Any, **more: Any
-    ) -> int:
+    def start(_: Session, file: Path, reading: Any, features: Any, out: Path | None, undecided: Any) -> None:
         calls.append({"file": file, "out": out, **undecided, **reading, **features})
-        return 0
 
     monkeypatch.setattr(train_command, "_start", start)
+    for name in ("fit_again", "conclude"):
+        monkeypatch.setattr(train_command, name, lambda *_: 0)
     return calls
 
 

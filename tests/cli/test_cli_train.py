@@ -23,7 +23,7 @@ pytest.importorskip("duckdb")
 pytest.importorskip("matplotlib")
 
 import bunkbed as bb
-from bunkbed.cli.commands.train import _graceful
+from bunkbed.cli.shared.train_fit import graceful
 from bunkbed.train.processes.team import ALONE, Team
 from bunkbed.train.settings.auto import decide
 
@@ -346,7 +346,7 @@ def test_a_second_ctrl_c_aborts() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     both: Any = _Stopped(ALONE)
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), _graceful(both, both):
+    with pytest.raises(KeyboardInterrupt), graceful(both, both):
         os.kill(os.getpid(), signal.SIGINT)
         assert both.stops == 1 and "Ctrl-C again aborts" in both.said
         os.kill(os.getpid(), signal.SIGINT)
@@ -359,7 +359,7 @@ def test_a_second_ctrl_c_of_torchrun_is_that_of_the_terminal() -> None:
     team = Team()
     team.world = 2
     both: Any = _Stopped(team)
-    with _graceful(both, both):
+    with graceful(both, both):
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.01)

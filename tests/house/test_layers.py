@@ -67,8 +67,8 @@ PYTHON = {
     "train/demo": "core run train train/data train/evaluate train/output train/settings",
     "train/report": "bunkbed core errors files machine table train/evaluate train/output train/settings",
     "serve": "bunkbed core errors files train train/data train/settings",
-    "cli/shared": "bunkbed core errors files run table train/data train/evaluate train/features train/output"
-    " train/settings",
+    "cli/shared": "bunkbed core errors files run table torch train train/data train/evaluate train/features"
+    " train/output train/processes train/settings",
     "cli/commands": "bunkbed cli/shared core feed files io/common io/formats machine maintenance planning run serve"
     " table torch train train/data train/demo train/evaluate train/features train/output train/processes"
     " train/report train/settings",

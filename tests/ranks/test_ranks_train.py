@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -454,6 +455,10 @@ def _command(rank: int, folder: str, arguments: list[str]) -> tuple[int, str, st
     return int(ended.value.code or 0), out.getvalue(), err.getvalue()
 
 
+def _lr_decay(run: Path) -> str:
+    return str(json.loads((run / "config.json").read_text())["train"]["lr_decay"])
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["memory", "stream"])
 def test_the_command_trains_one_run(stream: bool, ratings: Path, tmp_path: Path) -> None:
     options = [*SMALL, "--test", str(ratings), *(["--stream", "--eval-users", "200"] if stream else [])]
@@ -472,6 +477,42 @@ def test_the_command_trains_one_run(stream: bool, ratings: Path, tmp_path: Path)
         assert run.meta["progress"]["epoch"] == 3
     lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
     assert [line["epoch"] for line in lines if line["kind"] == "epoch"] == [1, 2, 3]
+
+
+def test_the_command_trains_again_on_all_pairs(ratings: Path, tmp_path: Path) -> None:
+    shutil.copy(ratings, tmp_path / "copy.csv")
+    (tmp_path / ".a.refit").mkdir()
+    (tmp_path / ".a.refit" / "config.json").write_text("of a run that was removed")
+    said = spawn(2, _command, str(tmp_path), [str(ratings), "--out", "a", "--epochs", "2", "--refit", *SMALL])
+    assert said[1] == (0, "", "") and said[0][0] == 0, said
+    again = next(line for line in said[0][1].splitlines() if line.startswith("again"))
+    assert again.startswith("again   on all 5,821 pairs, from new rows, for ")
+    assert not (tmp_path / ".a.refit").exists() and (tmp_path / "a" / "choice.jsonl").exists()
+    rows = []
+    epochs = json.loads((tmp_path / "a" / "config.json").read_text())["train"]["epochs"]
+    plain = ["--valid", "none", "--epochs", f"{epochs}", "--lr-decay", _lr_decay(tmp_path / "a")]
+    said = spawn(2, _command, str(tmp_path), [str(ratings), "--out", "b", *plain, *SMALL])
+    assert said[0][0] == 0, said
+    for name in ("a", "b"):
+        assert not bb.check(tmp_path / name)
+        with Run(tmp_path / name, mode="r") as run:
+            assert run.table("user").num_shards == 2 and run.meta["progress"]["epoch"] == epochs
+            rows.append(
+                [run.table(one).lookup(np.arange(run.table(one).num_rows)).tobytes() for one in ("user", "item")]
+            )
+    assert rows[0] == rows[1]
+
+
+def test_all_ranks_hear_why_the_second_training_cannot_begin(ratings: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    first = [str(ratings), "--out", "a", "--epochs", "1", *SMALL]
+    assert spawn(2, _command, str(tmp_path), first)[0][0] == 0
+    (tmp_path / ".a.refit").symlink_to("elsewhere")
+    for ended, out, err in spawn(2, _command, str(tmp_path), ["--resume", "a", "--refit"]):
+        assert ended == 1 and ".a.refit is a symbolic link" in err, out + err
+    assert not any((tmp_path / "elsewhere").iterdir()) and not bb.check(tmp_path / "a")
+    (tmp_path / ".a.refit").unlink()
+    assert spawn(2, _command, str(tmp_path), ["--resume", "a", "--refit"])[0][0] == 0
 
 
 @pytest.mark.parametrize(

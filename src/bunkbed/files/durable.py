@@ -7,7 +7,7 @@ import ctypes
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -102,8 +102,41 @@ def replacing(target: Path, part: Path) -> Iterator[None]:
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
+    _remove_old(target, part)
+
+
+def take_place(part: Path, target: Path) -> None:
+    """Put the folder `part` in the place of the folder `target`, in one step, durably, and remove the old one.
+
+    A process that is killed leaves the old folder or the new one at `target`, whole; the other one may be at `part`.
+
+    Raises:
+        OSError: see `exchange`; both are where they were.
+    """
+    sync_directory(part)
+    exchange(part, target)
+    _remove_old(target, part)
+
+
+def _remove_old(target: Path, part: Path) -> None:
     sync_directory(target.parent)
     shutil.rmtree(part, ignore_errors=True)  # only now: until the sync, power loss could undo the exchange
+
+
+def link_folder(folder: Path, there: Path, left_out: Iterable[str] = ()) -> None:
+    """Make a folder whose files are second names of those in `folder`, durably.
+
+    Args:
+        left_out: patterns of names.
+    """
+    shutil.copytree(folder, there, symlinks=True, copy_function=link, ignore=shutil.ignore_patterns(*left_out))
+    for each, _, _ in os.walk(there):
+        sync_directory(Path(each))
+
+
+def link(entry: str | Path, there: str | Path) -> None:
+    """Give a file, or a symbolic link, a second name. The name is durable after `sync_directory`."""
+    os.link(entry, there, follow_symlinks=False)
 
 
 def exchange(one: Path, other: Path) -> None:

@@ -30,7 +30,7 @@ from bunkbed.core.arguments import as_whole
 from bunkbed.core.budget import parse_bytes
 from bunkbed.core.typed import typed
 from bunkbed.errors import CorruptionError, FormatError, TableLockedError
-from bunkbed.files.durable import replacing, require_real, sync_directory
+from bunkbed.files.durable import link, link_folder, replacing, require_real, sync_directory
 from bunkbed.files.run_files import RunFiles, RunManifest
 from bunkbed.files.sharding import MAX_SHARDS, Split
 from bunkbed.maintenance.check import check
@@ -308,16 +308,10 @@ def link_others(place: Path, part: Path, left_out: Collection[str] = ()) -> None
             continue
         there = part / entry.name
         if entry.is_dir() and not entry.is_symlink():
-            shutil.copytree(entry, there, symlinks=True, copy_function=_link)
-            for folder, _, _ in os.walk(there):
-                sync_directory(Path(folder))
+            link_folder(entry, there)
         else:
-            _link(entry, there)
+            link(entry, there)
     sync_directory(part)
-
-
-def _link(entry: str | Path, there: str | Path) -> None:
-    os.link(entry, there, follow_symlinks=False)
 
 
 class _LaterHasLess(Exception):

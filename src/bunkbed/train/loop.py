@@ -50,7 +50,7 @@ from bunkbed.train.output.events import Advice, EpochReport, EvalReport, Event, 
 from bunkbed.train.output.progress import MetricsLog, Progress
 from bunkbed.train.processes.team import Team
 from bunkbed.train.settings.config import TrainConfig
-from bunkbed.train.settings.run_config import DATA_NAME
+from bunkbed.train.settings.run_config import DATA_NAME, LOG_NAME
 
 if TYPE_CHECKING:
     from bunkbed.run.run import Run
@@ -88,16 +88,17 @@ class Trainer:
         config: the options; on resuming, the options of the first start (see `progress.FREE_TO_CHANGE`).
         data: the data; on resuming, the same data as before.
         run: open for writing, empty or trained by a `Trainer`; a run of `bunkbed.torch.open_run` in several processes.
+        begin: the progress of a run that has no commit; None: none.
 
     Raises:
         ValueError: nothing to train on, nothing to hold out, another split than that of the data, or an option that
             may not change on resuming.
     """
 
-    def __init__(self, config: TrainConfig, data: Dataset, run: Run) -> None:
+    def __init__(self, config: TrainConfig, data: Dataset, run: Run, begin: Progress | None = None) -> None:
         if config.split != data.split:
             raise ValueError(f"option split={config.split!r} differs from {data.split!r}, by which the data were split")
-        self._progress = Progress()
+        self._progress = begin or Progress()
         if run.epoch:
             self._progress, config = Progress.from_meta(run.meta, config)
         self.team = team = Team.of(run)
@@ -229,7 +230,7 @@ class Trainer:
         log = None
         if self.team.is_first:
             log = MetricsLog(
-                self.run.path / "metrics.jsonl",
+                self.run.path / LOG_NAME,
                 global_step=self._progress.global_step,
                 epoch=self._progress.epoch,
             )

@@ -155,7 +155,7 @@ def _cells(
         one = [
             escape(str(row.folder)),
             *([escape(", ".join(f"{name} {_option(row.options[name])}" for name in names))] if names else []),
-            row.config.valid if row.config.split == "random" else row.config.split,
+            row.valid if row.config.split == "random" else row.config.split,
             f"{row.epochs}" if row.is_done else f"{row.epochs} of {row.config.epochs}",
             "-" if row.best_epoch is None else str(row.best_epoch),
             *figures,

@@ -10,7 +10,6 @@ import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
-from bunkbed.cli.commands.train import judge
 from bunkbed.cli.shared.console import (
     ConfigOption,
     JsonOption,
@@ -21,6 +20,7 @@ from bunkbed.cli.shared.console import (
     stderr,
     stdout,
 )
+from bunkbed.cli.shared.train_fit import judge
 from bunkbed.cli.shared.train_options import Ranking
 from bunkbed.train.settings.run_config import DATA_NAME, read_config
 

@@ -7,15 +7,13 @@ reads the data and stores it there, and alone prints; the others load what it st
 from __future__ import annotations
 
 import shutil
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from enum import StrEnum
 from inspect import Signature, signature
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -33,23 +31,20 @@ from bunkbed.cli.shared.console import (
 )
 from bunkbed.cli.shared.run_folder import choose_folder
 from bunkbed.cli.shared.train_features import add_features, num_drawn, parsed_kinds, side_files, stored_features
+from bunkbed.cli.shared.train_fit import Session, Trained, conclude, fit, fit_again
 from bunkbed.cli.shared.train_options import DATA, FileLayout, RecipeName, option, parameters
 from bunkbed.cli.shared.train_text import (
     explained,
-    ram_text,
     say_data,
     say_decisions,
     say_features,
-    say_outcome,
-    say_tables,
 )
 from bunkbed.core.budget import parse_bytes
 from bunkbed.core.types import Json
 from bunkbed.train.features.features import ABOUT_NAME
 from bunkbed.train.features.reading import KINDS
-from bunkbed.train.output.events import EpochReport, Event
 from bunkbed.train.output.progress import FREE_TO_CHANGE, Progress
-from bunkbed.train.processes.team import Team, join_team
+from bunkbed.train.processes.team import join_team
 from bunkbed.train.settings.auto import AUTO, Round, decide, decide_round
 from bunkbed.train.settings.config import TrainConfig
 from bunkbed.train.settings.option import LEARNING, RUN
@@ -58,9 +53,6 @@ from bunkbed.train.settings.run_config import DATA_NAME, read_config, write_conf
 if TYPE_CHECKING:
     from bunkbed.run.run import Run
     from bunkbed.train.data.interactions import Dataset
-    from bunkbed.train.evaluate.evaluator import EvalResult
-    from bunkbed.train.loop import Trainer
-    from bunkbed.train.output.display import Display
 
 # Options that --more takes for its round.
 _OF_ROUND = ("epochs", "lr", "lr_decay")
@@ -180,6 +172,7 @@ def train(
         _check_streaming(new_config, test, test_negatives)
     team = join_team()
     console = (stderr() if json else stdout()) if team.is_first else Console(quiet=True)
+    session = Session(team, console, json, tensorboard)
     if resume is not None:
         assert resumed is not None
         changes = {name: options[name] for name in given & {*FREE_TO_CHANGE}}
@@ -189,13 +182,15 @@ def train(
             asked = {name: options[name] for name in given & {*_OF_ROUND}}
             columns = {name: value for name, value in reading.items() if name in given}
             given_features = {name: features[name] for name in given & {*_FEATURES}}
-            _add(resume, resumed, more, columns, given_features, asked, console, as_json=json)
+            _add(session, resume, resumed, more, columns, given_features, asked)
             resumed, changes = _resumed_config(resume, {}, set()), {}
-        return _go_on(team, resume, resumed, changes, console, as_json=json, tensorboard=tensorboard)
-    assert file is not None and new_config is not None
-    reading |= {"test": test, "test_negatives": test_negatives}
-    undecided = {"recipe": recipe.value, "given": options}
-    return _start(team, file, reading, features, out, undecided, console, as_json=json, tensorboard=tensorboard)
+        trained = _go_on(session, resume, resumed, changes)
+    else:
+        assert file is not None and new_config is not None
+        reading |= {"test": test, "test_negatives": test_negatives}
+        undecided = {"recipe": recipe.value, "given": options}
+        trained = _start(session, file, reading, features, out, undecided)
+    return conclude(session, fit_again(session, trained))
 
 
 def _with_configured(command: Callable[..., int]) -> None:
@@ -208,30 +203,21 @@ def _with_configured(command: Callable[..., int]) -> None:
 _with_configured(train)
 
 
-def _start(
-    team: Team,
-    file: Path,
-    reading: Json,
-    features: Json,
-    out: Path | None,
-    undecided: Json,
-    console: Console,
-    *,
-    as_json: bool,
-    tensorboard: bool,
-) -> int:
+def _start(session: Session, file: Path, reading: Json, features: Json, out: Path | None, undecided: Json) -> Trained:
     """Read the data, create the run folder, train. A failure before the first commit removes a new folder."""
     import bunkbed
     from bunkbed.torch import open_run
+    from bunkbed.train import refit
     from bunkbed.train.data.interactions import read_dataset
     from bunkbed.train.data.store import load_dataset, open_dataset, save_dataset
     from bunkbed.train.loop import Trainer
 
-    config = _checked(undecided["given"])
+    config, team, console = _checked(undecided["given"]), session.team, session.console
     read: list[Dataset] = []  # on rank 0
 
     def begin() -> str:
         folder = choose_folder(out, file)
+        refit.remove_leftover(folder)
         if not config.stream:
             with console.status(f"reading {escape(str(file))}"):
                 read.append(read_dataset(file, split=config.split, **reading))
@@ -263,7 +249,7 @@ def _start(
         data = read[0] if read else (open_dataset if config.stream else load_dataset)(folder / DATA_NAME)
         if config.stream and not console.is_terminal:
             console.print("splitting", style="dim")
-        config = _decided(undecided, data, num_drawn(folder, data), console if team.is_first else None, as_json=as_json)
+        config = _decided(session, undecided, data, num_drawn(folder, data))
         with console.status("splitting") if config.stream else nullcontext():
             trainer = Trainer(config, data, run)
         config = trainer.config
@@ -277,11 +263,11 @@ def _start(
         raise
     if config.is_sequential and reading["time_col"] is None:
         console.print("[b]order[/b]   sequences in the order of the file; --time-col orders them by time")
-    return _fit(folder, config, run, trainer, data, console, as_json=as_json, tensorboard=tensorboard)
+    return fit(session, folder, run, trainer, data)
 
 
-def _decided(undecided: Json, data: Dataset, num_drawn: int, console: Console | None, *, as_json: bool) -> TrainConfig:
-    """Decide the options that were not given, and say why, in the process that has a console.
+def _decided(session: Session, undecided: Json, data: Dataset, num_drawn: int) -> TrainConfig:
+    """Decide the options that were not given, and say why, in the first process.
 
     Args:
         num_drawn: the items from which negatives are drawn.
@@ -291,9 +277,8 @@ def _decided(undecided: Json, data: Dataset, num_drawn: int, console: Console | 
     except (ValueError, TypeError) as error:
         raise UsageProblem(str(error)) from error
     values = config.to_dict()
-    if console is not None:
-        say_decisions(console, values, reasons)
-    if console is not None and as_json:
+    say_decisions(session.console, values, reasons)
+    if session.team.is_first and session.as_json:
         print_json({"kind": "auto", "recipe": undecided["recipe"], "options": explained(values, reasons)})
     return config
 
@@ -336,20 +321,12 @@ def _prepare(folder: Path, file: Path, reading: Json, config: TrainConfig, conso
 
 
 def _add(
-    folder: Path,
-    config: TrainConfig,
-    file: Path,
-    columns: Json,
-    features: Json,
-    asked: Json,
-    console: Console,
-    *,
-    as_json: bool,
+    session: Session, folder: Path, config: TrainConfig, file: Path, columns: Json, features: Json, asked: Json
 ) -> None:
     """Add the interactions of a file to a run, and say what came and how it will be trained."""
     from bunkbed.train.more import add_interactions
 
-    stored = read_config(folder)
+    stored, console = read_config(folder), session.console
     sides = side_files(features, {**stored.get("reading", {}), **columns})
     reading = {name: value for name, value in stored.get("reading", {}).items() if name in _COLUMNS}
     chosen: list[tuple[Round, dict[str, str]]] = []
@@ -372,24 +349,23 @@ def _add(
     )
     say_features(console, {side: about[side] for side in sides})
     say_decisions(console, values, reasons)
-    if as_json:
+    if session.as_json:
         print_json({"kind": "more", "file": file, **asdict(merged), "options": explained(values, reasons)})
 
 
-def _go_on(
-    team: Team,
-    folder: Path,
-    config: TrainConfig,
-    changes: Json,
-    console: Console,
-    *,
-    as_json: bool,
-    tensorboard: bool,
-) -> int:
+def _go_on(session: Session, folder: Path, config: TrainConfig, changes: Json) -> Trained:
     from bunkbed.torch import open_run
+    from bunkbed.train import refit
     from bunkbed.train.data.store import load_dataset, open_dataset
     from bunkbed.train.loop import Trainer
     from bunkbed.train.more import remove_leftover
+
+    team, console = session.team, session.console
+
+    def remove_leftovers() -> None:
+        remove_leftover(folder)
+        if not config.refit:
+            refit.remove_leftover(folder)
 
     def read_to_the_end() -> None:
         reading = read_config(folder).get("reading")
@@ -401,16 +377,14 @@ def _go_on(
 
     run = open_run(folder, ram=config.table_ram_bytes)
     try:
-        team.first("removing what a killed --more left", lambda: remove_leftover(folder))
+        team.first("removing what a killed --more or --refit left", remove_leftovers)
         team.first("storing the interactions", read_to_the_end)
         data = (open_dataset if config.stream else load_dataset)(folder / DATA_NAME)
         stored = read_config(folder)
         undecided = stored.pop("undecided", None)
         if undecided is not None:  # the run ended before its options were decided
             undecided["given"] |= changes
-            config = _decided(
-                undecided, data, num_drawn(folder, data), console if team.is_first else None, as_json=as_json
-            )
+            config = _decided(session, undecided, data, num_drawn(folder, data))
         trainer = Trainer(config, data, run)
         config = trainer.config
     except BaseException:
@@ -418,122 +392,14 @@ def _go_on(
         raise
     team.first("storing the options", lambda: write_config(folder, {**stored, "train": config.to_dict()}))
     where = f"after epoch {trainer.epoch}, step {trainer.step:,}"
-    if trainer.epoch >= config.epochs:
+    if config.refit and (trainer.epoch >= config.epochs or trainer.stopped_early):
+        where += "; the epoch is chosen"
+    elif trainer.epoch >= config.epochs:
         where += f"; nothing left to do, --epochs more than {config.epochs} goes on"
     elif trainer.stopped_early:
         where += f"; it stopped early, --patience more than {config.patience} goes on, or 0 for never"
     console.print(f"resuming {escape(str(folder))} {where}", soft_wrap=True)
-    return _fit(folder, config, run, trainer, data, console, as_json=as_json, tensorboard=tensorboard)
-
-
-def _fit(
-    folder: Path,
-    config: TrainConfig,
-    run: Run,
-    trainer: Trainer,
-    data: Dataset,
-    console: Console,
-    *,
-    as_json: bool,
-    tensorboard: bool,
-) -> int:
-    from bunkbed.train.evaluate.results import save_test
-    from bunkbed.train.output.display import open_display
-    from bunkbed.train.output.plots import plot_run
-    from bunkbed.train.scalars import Scalars
-
-    source = Path(data.train.source).name
-    name = f"{config.model}, {config.loss}, dim {config.dim}, {config.optimizer}"
-    last: list[EpochReport] = []
-
-    def on_event(event: Event) -> None:
-        display(event)
-        if scalars is not None:
-            scalars(event)
-        if isinstance(event, EpochReport):
-            last[:] = [event]
-            if as_json:
-                print_json({"kind": "epoch", **asdict(event)})
-
-    team = trainer.team
-    with run:
-        say_tables(console, run, config)
-        advice = trainer.advice()
-        if advice is not None and team.is_first:
-            for line in advice.lines():
-                console.print(f"[yellow]{escape(line)}[/]", soft_wrap=True, highlight=False)
-            if as_json:
-                print_json({"kind": "advice", **asdict(advice)})
-        with (
-            open_display(console, title=f"{source}   {name}   {folder}", metric=config.metric) as display,
-            _graceful(trainer, display),
-            Scalars(trainer) if tensorboard and team.is_first else nullcontext() as scalars,
-        ):
-            outcome = trainer.fit(on_event)
-    if not team.is_first:
-        return 130 if outcome.interrupted else 0
-    title = f"{folder.name}   {name}, {ram_text(config)} of RAM"
-    picture = plot_run(folder, title=title, metric=config.metric)
-    result = None
-    is_tested = data.test is not None or data.candidates is not None
-    if not outcome.interrupted and (is_tested or (trainer.samples_users and not config.stream)):
-        what = f"ranking the {'test items' if is_tested else 'held-out items of all users'}"
-        with console.status(what) as status:
-            result = judge(
-                folder,
-                config,
-                data,
-                on_event=lambda report: status.update(f"{what}: {report.done / report.total:.0%}"),
-            )
-        if is_tested:
-            save_test(folder, result, step=outcome.step)
-    if as_json:
-        figures = None if result is None else asdict(result)
-        found = {"test": figures if is_tested else None, "validation": None if is_tested else figures}
-        print_json({"kind": "outcome", "run": folder, "picture": picture, **asdict(outcome), **found})
-    else:
-        say_outcome(console, folder, config, outcome, last[0] if last else None, result, picture, data)
-    return 130 if outcome.interrupted else 0
-
-
-def judge(folder: Path, config: TrainConfig, data: Dataset, **options: Any) -> EvalResult:
-    """Evaluate a run from its files, at its best epoch unless `options` name another snapshot."""
-    from bunkbed.train.evaluate.evaluator import evaluate_run
-    from bunkbed.train.trained import open_trained
-
-    with open_trained(folder, options.pop("ram", None) or config.ram, options.pop("snapshot", None)) as run:
-        return evaluate_run(run, data, config, **options)
-
-
-@contextmanager
-def _graceful(trainer: Trainer, display: Display) -> Iterator[None]:
-    """Stop the trainer after its step on the first Ctrl-C or SIGTERM; abort on a later Ctrl-C.
-
-    A second SIGTERM has no effect, because `timeout` and schedulers send it to the process and again to its group. Nor
-    has a second Ctrl-C under torchrun, which passes on the first one that the process has got already; torchrun itself
-    kills the processes if they do not end.
-    """
-    is_alone = trainer.team.world == 1
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        if is_alone:
-            signal.signal(signal.SIGINT, before[signal.SIGINT])
-        if not is_stopping:
-            is_stopping.append(True)
-            trainer.request_stop()
-            again = " (Ctrl-C again aborts at once)" if is_alone else ""
-            display.note(f"stopping: the step ends, then everything is committed{again}")
-
-    is_stopping: list[bool] = []
-
-    before = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
-    for kind in before:
-        signal.signal(kind, stop)
-    try:
-        yield
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
+    return fit(session, folder, run, trainer, data)
 
 
 def _resumed_config(folder: Path, options: Json, given: set[str]) -> TrainConfig:
@@ -569,5 +435,5 @@ def _checked(options: Json) -> TrainConfig:
         raise UsageProblem(str(error)) from error
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     return value.value if isinstance(value, StrEnum) else value

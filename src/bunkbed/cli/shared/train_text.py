@@ -136,8 +136,12 @@ def say_outcome(
         console.print(f"[dim]{label:<8}[/]{text}", soft_wrap=True)
 
     if outcome.best_epoch is not None and outcome.best:
-        ranking = f"  [dim]validation, {last.ranking}; chosen by {config.metric}[/]" if last is not None else ""
         quality = _quality(outcome.best, main_metrics(outcome.best, config.metric))
+        ranking = ""
+        if config.valid == "none":
+            ranking = "  [dim]validation, before the training on all pairs[/]"
+        elif last is not None:
+            ranking = f"  [dim]validation, {last.ranking}; chosen by {config.metric}[/]"
         say("best", f"epoch {outcome.best_epoch}  {quality}{ranking}")
     if result is not None:
         quality = _quality(result.metrics, list(result.metrics))

@@ -15,7 +15,7 @@ from bunkbed.train.features.features import read_about
 from bunkbed.train.output.plots import read_metrics
 from bunkbed.train.output.progress import Progress
 from bunkbed.train.settings.config import TrainConfig
-from bunkbed.train.settings.run_config import DATA_NAME
+from bunkbed.train.settings.run_config import CHOICE_NAME, DATA_NAME, LOG_NAME
 
 __all__ = ["RunSummary", "differing_options", "ranked", "summarize_run", "with_baselines"]
 
@@ -31,10 +31,12 @@ class RunSummary:
         is_done: all epochs of the config are finished, or patience ran out.
         best_epoch: the epoch with the best `config.metric`; None when nothing was evaluated.
         best: validation figures of `best_epoch`.
+        valid: how their pairs were held out, see `TrainConfig.valid`.
         test: figures of the best epoch on the test pairs; None if there are no figures of this state.
         loss: mean over the last finished epoch; None before the first.
         pairs_per_s: positive pairs a second, the median of the epochs; None before the first.
-        seconds: of the steps of the finished epochs; None before the first.
+        seconds: of the steps of the finished epochs, with those of a training that chose the epoch; None before the
+            first.
         hit_rate: of the last finished epoch; None before the first.
         data: numbers of users, items and training pairs, which identify the data set.
         features: whose side features, of which file, "item items.csv"; empty: none.
@@ -46,6 +48,7 @@ class RunSummary:
     is_done: bool
     best_epoch: int | None
     best: dict[str, float]
+    valid: str
     test: EvalResult | None
     loss: float | None
     pairs_per_s: float | None
@@ -67,7 +70,8 @@ class RunSummary:
     @property
     def judged_by(self) -> tuple[Any, ...]:
         """The options that must agree with another run's, or the validation figures are not comparable."""
-        return (self.data, *(getattr(self.config, name) for name in JUDGED_BY))
+        options = {**self.config.to_dict(), "valid": self.valid}
+        return (self.data, *(options[name] for name in JUDGED_BY))
 
 
 def summarize_run(folder: Path) -> RunSummary:
@@ -85,7 +89,8 @@ def summarize_run(folder: Path) -> RunSummary:
         raise ValueError(f"{folder}: was not made by bunkbed train: its last commit has no progress")
     config = TrainConfig.of_run(meta["config"])
     progress, _ = Progress.from_meta(meta, config)
-    epochs = _finished_epochs(folder, progress.epoch)
+    epochs = _finished_epochs(folder / LOG_NAME, progress.epoch)
+    before = _finished_epochs(folder / CHOICE_NAME) if progress.chosen_on else []
     # An epoch that a resumed run finished may have had no step left.
     rates = [epoch["samples_per_s"] for epoch in epochs if epoch.get("samples_per_s")]
     users, items, pairs = (
@@ -98,10 +103,11 @@ def summarize_run(folder: Path) -> RunSummary:
         is_done=progress.stopped_early or progress.epoch >= config.epochs,
         best_epoch=progress.best_epoch or None,
         best=dict(progress.best),
+        valid=progress.chosen_on or config.valid,
         test=load_test(folder, step=progress.global_step),
         loss=epochs[-1]["loss"] if epochs else None,
         pairs_per_s=median(rates) if rates else None,
-        seconds=sum(epoch.get("seconds", 0.0) for epoch in epochs) if epochs else None,
+        seconds=sum(epoch.get("seconds", 0.0) for epoch in [*before, *epochs]) if epochs else None,
         hit_rate=epochs[-1]["unique_hit_rate"] if epochs else None,
         data=(users, items, pairs),
         features=_features(folder / DATA_NAME),
@@ -113,13 +119,13 @@ def _features(data: Path) -> str:
     return " and ".join(f"{side} {Path(about[side]['source']).name}" for side in ("item", "user") if side in about)
 
 
-def _finished_epochs(folder: Path, count: int) -> list[Json]:
-    """Return the log's lines of the first `count` epochs; lines that power loss removed are missing."""
+def _finished_epochs(log: Path, count: int | None = None) -> list[Json]:
+    """Return the log's lines of the first `count` epochs, or all; lines that power loss removed are missing."""
     try:
-        metrics = read_metrics(folder / "metrics.jsonl")
+        metrics = read_metrics(log)
     except FileNotFoundError:
         return []
-    return [epoch for epoch in metrics.epochs if epoch["epoch"] <= count]
+    return [epoch for epoch in metrics.epochs if count is None or epoch["epoch"] <= count]
 
 
 def differing_options(runs: Sequence[RunSummary]) -> list[str]:

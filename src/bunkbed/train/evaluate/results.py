@@ -16,6 +16,7 @@ from bunkbed.files.durable import replace_file
 from bunkbed.train.settings.config import TrainConfig
 
 __all__ = [
+    "FIGURES",
     "JUDGED_BY",
     "Baseline",
     "EvalResult",
@@ -26,7 +27,8 @@ __all__ = [
     "save_test",
 ]
 
-_TEST, _BASELINES = "test.json", "baselines.json"
+#: Files of figures in a run's folder.
+FIGURES = _TEST, _BASELINES = "test.json", "baselines.json"
 # Of the baselines' definitions: figures of another version are computed again.
 _VERSION = 1
 #: Options that must agree, or the validation figures of two runs are not comparable.

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ABOUT_NAME",
+    "FEATURE_FILES",
     "SIDES",
     "Bags",
     "Features",
@@ -40,6 +41,8 @@ __all__ = [
 SIDES = ("user", "item")
 #: Written last: it completes the features in a folder.
 ABOUT_NAME = "features.json"
+#: Patterns of the names of all files of features.
+FEATURE_FILES = (ABOUT_NAME, "*_features.parquet", "*_feature_names.parquet")
 
 
 class Bags(NamedTuple):

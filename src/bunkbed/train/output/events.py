@@ -131,7 +131,8 @@ class Outcome:
         stopped_early: the metric did not improve for `patience` evaluations.
         epoch: finished epochs.
         step: steps since the run began.
-        best_epoch: the epoch kept as snapshot ``"best"``; None when nothing was evaluated.
+        best_epoch: the epoch kept as snapshot ``"best"``, or chosen by an earlier training; None when nothing was
+            evaluated.
         best: metrics of `best_epoch`.
         seconds: wall time of this call.
     """

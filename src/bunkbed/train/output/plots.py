@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from bunkbed.core.types import Json
 from bunkbed.files.durable import make_file
 from bunkbed.train.output.display import main_metrics
+from bunkbed.train.settings.run_config import CHOICE_NAME, LOG_NAME
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,10 +30,26 @@ _MIB = 2**20
 
 @dataclass
 class Metrics:
-    """Lines of a ``metrics.jsonl``, by kind, in file order."""
+    """Lines of a ``metrics.jsonl``, by kind, in file order.
+
+    Attributes:
+        choice: epochs of the training before, which chose the epoch for this one on all pairs.
+    """
 
     steps: list[Json] = field(default_factory=list)
     epochs: list[Json] = field(default_factory=list)
+    choice: list[Json] = field(default_factory=list)
+
+    @property
+    def judged(self) -> list[Json]:
+        """The epochs that may have figures of quality."""
+        return self.choice or self.epochs
+
+    @property
+    def end(self) -> float:
+        """The last step."""
+        every = (*self.steps, *self.epochs, *self.choice)
+        return max([1.0, *(float(entry["global_step"]) for entry in every)])
 
 
 def read_metrics(path: PathLike) -> Metrics:
@@ -58,6 +75,15 @@ def read_metrics(path: PathLike) -> Metrics:
     return result
 
 
+def read_run(run: PathLike) -> Metrics:
+    """Read the metrics of a run, with those of the training that chose its epoch. Raises as `read_metrics`."""
+    folder = Path(run)
+    result = read_metrics(folder / LOG_NAME)
+    if (folder / CHOICE_NAME).is_file():
+        result.choice = read_metrics(folder / CHOICE_NAME).epochs
+    return result
+
+
 def plot_run(run: PathLike, *, out: PathLike | None = None, title: str | None = None, metric: str = "") -> Path:
     """Draw ``training.png`` into a run's folder.
 
@@ -76,7 +102,7 @@ def plot_run(run: PathLike, *, out: PathLike | None = None, title: str | None = 
     """
     folder = Path(run)
     target = Path(out) if out is not None else folder / "training.png"
-    figure = draw(read_metrics(folder / "metrics.jsonl"), title=title or folder.name, metric=metric)
+    figure = draw(read_run(folder), title=title or folder.name, metric=metric)
     temporary = target.with_name(f".{target.name}")
     with make_file(temporary) as file:
         figure.savefig(file, dpi=150, format="png")
@@ -96,13 +122,12 @@ def draw(metrics: Metrics, *, title: str, metric: str = "") -> Figure:
     axes = figure.subplots(2, 2)
     steps, epochs = metrics.steps, metrics.epochs
     _draw_loss(axes[0][0], steps, epochs)
-    _draw_quality(axes[0][1], epochs, metric)
+    _draw_quality(axes[0][1], metrics.judged, metric)
     _draw_hits(axes[1][0], steps, epochs)
     _draw_memory(axes[1][1], steps, epochs)
-    end = max((entry["global_step"] for entry in [*steps, *epochs]), default=1)
     for row in axes:
         for panel in row:
-            panel.set_xlim(0, max(1, end))
+            panel.set_xlim(0, metrics.end)
     for panel in axes[1]:
         panel.set_xlabel("step", color=MUTED, fontsize=9)
     return figure

@@ -27,6 +27,7 @@ FREE_TO_CHANGE = (
     "window",
     "threads",
     "stream",
+    "refit",
 )
 
 
@@ -47,6 +48,8 @@ class Progress:
         first: epochs of the first round, if there are more.
         lr_scale: factor of the config's learning rate in the first epoch of this round.
         lr_decay: factor after each epoch of the round; 0: the config's.
+        chosen_on: of a training on all pairs (`bunkbed.train.refit`): the option `valid` of the one before, which found
+            `best_epoch` and `best`.
     """
 
     epoch: int = 0
@@ -61,6 +64,7 @@ class Progress:
     first: int = 0
     lr_scale: float = 1.0
     lr_decay: float = 0.0
+    chosen_on: str = ""
 
     def lr_factor(self, epoch: int, config: TrainConfig) -> float:
         """Return the factor of the config's learning rate in an epoch of this round."""

@@ -73,12 +73,12 @@ def loss(metrics: Metrics) -> Chart:
         _line(panel, (middles, epochs[1]), "a", width=1.8, dots=len(middles) <= 60)
 
     lines = [Line("a", "mean of the last epoch", f"{epochs[1][-1]:.4f}")] if epochs[1] else []
-    return Chart(_svg(draw, _end(metrics)), lines or [Line("a", "last report", f"{steps[1][-1]:.4f}")])
+    return Chart(_svg(draw, metrics.end), lines or [Line("a", "last report", f"{steps[1][-1]:.4f}")])
 
 
 def quality(metrics: Metrics, metric: str) -> Chart:
     """Draw the validation metrics that have the cut-off of `metric`."""
-    evaluated = [entry for entry in metrics.epochs if isinstance(entry.get("metrics"), dict) and entry["metrics"]]
+    evaluated = [entry for entry in metrics.judged if isinstance(entry.get("metrics"), dict) and entry["metrics"]]
     values: dict[str, Points] = {}
     for entry in evaluated:
         for name, value in entry["metrics"].items():
@@ -99,7 +99,7 @@ def quality(metrics: Metrics, metric: str) -> Chart:
         panel.set_ylim(bottom=0)
 
     lines = [Line(color, name, f"{values[name][1][-1]:.4f}") for name, color in zip(shown, SERIES, strict=False)]
-    return Chart(_svg(draw, _end(metrics)), lines)
+    return Chart(_svg(draw, metrics.end), lines)
 
 
 def hits(metrics: Metrics) -> Chart:
@@ -130,7 +130,7 @@ def speed(metrics: Metrics) -> Chart:
         panel.set_ylim(bottom=0)
         panel.yaxis.set_major_formatter(lambda value, _: compact(value))
 
-    return Chart(_svg(draw, _end(metrics)), [Line("b", "pairs a second, last report", f"{points[1][-1]:,.0f}")])
+    return Chart(_svg(draw, metrics.end), [Line("b", "pairs a second, last report", f"{points[1][-1]:,.0f}")])
 
 
 def hot_rows(curves: Sequence[Curve]) -> Chart:
@@ -229,11 +229,7 @@ def _shares(metrics: Metrics, wanted: list[tuple[str, str, str, str]], missing: 
         ends = series(metrics.epochs, of_epochs)[1] if of_epochs else []
         where = "last epoch" if ends else "last report"
         lines.append(Line(color, f"{name}, {where}", f"{(ends or points[1])[-1]:.1%}"))
-    return Chart(_svg(draw, _end(metrics)), lines)
-
-
-def _end(metrics: Metrics) -> float:
-    return max([1.0, *(float(entry["global_step"]) for entry in (*metrics.steps, *metrics.epochs))])
+    return Chart(_svg(draw, metrics.end), lines)
 
 
 def _percent(value: float, _: object) -> str:

@@ -22,11 +22,11 @@ from bunkbed.machine.read_paths import PATHS
 from bunkbed.machine.text import read_paths
 from bunkbed.table.table import Table
 from bunkbed.train.evaluate.results import Baseline, EvalResult, judged_by, load_baselines, load_test
-from bunkbed.train.output.plots import Metrics, read_metrics
+from bunkbed.train.output.plots import Metrics, read_run
 from bunkbed.train.report.ages import Ages, ages_of
 from bunkbed.train.report.hot_rows import MOST_ROWS, Curve, count_uses, curve
 from bunkbed.train.settings.config import TrainConfig
-from bunkbed.train.settings.run_config import CONFIG_NAME, read_config
+from bunkbed.train.settings.run_config import CONFIG_NAME, LOG_NAME, read_config
 
 Kind = Literal["run", "table", "sharded table"]
 
@@ -229,8 +229,8 @@ def _of_run(place: Path, ram: float | str) -> Facts:
         why["tables"] = "Nothing is committed yet: the tables can be read once the first epoch is."
     config = read_config(place) if (place / CONFIG_NAME).is_file() else None
     metrics = None
-    if (place / "metrics.jsonl").is_file():
-        metrics = read_metrics(place / "metrics.jsonl")
+    if (place / LOG_NAME).is_file():
+        metrics = read_run(place)
     elif config is None:
         why["metrics"] = "This run was not made by bunkbed train, which is what writes down how a training goes."
     else:

@@ -150,8 +150,11 @@ def _run_cards(facts: Facts) -> list[Card]:
     metrics, progress = facts.metrics or Metrics(), facts.progress
     cards = []
     metric, best = str(facts.option("metric", "")), progress.get("best", {})
+    note = f"epoch {progress.get('best_epoch')}"
+    if progress.get("chosen_on"):
+        note += " of the training before this one on all pairs"
     if _has(best, metric):
-        cards.append(Card(f"best {metric}", f"{best[metric]:.4f}", f"epoch {progress.get('best_epoch')}"))
+        cards.append(Card(f"best {metric}", f"{best[metric]:.4f}", note))
     last = metrics.epochs[-1] if metrics.epochs else {}
     if _has(last, "loss"):
         cards.append(Card("loss", f"{last['loss']:.4f}", f"mean of epoch {last.get('epoch')}"))

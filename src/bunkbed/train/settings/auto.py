@@ -13,6 +13,7 @@ MovieLens-100k and a planted Markov chain. `fast` was not measured. What they re
 - Other losses and `neumf`: each pair has a few negatives of its own.
 - The learning rate falls by the same factor after each epoch, to about a tenth in the last one. Training stops earlier
   after evaluations without a better metric.
+- `best` trains again on all pairs, for as many epochs as were best on those without the held-out ones.
 - Small data have smaller steps, so that an epoch has enough steps, and a stronger penalty.
 """
 
@@ -59,17 +60,19 @@ class Recipe:
     epochs: int
     patience: int
     l2: float
+    refit: bool = False
 
 
 RECIPES = {
     "fast": Recipe(dim=32, negatives=128, epochs=8, patience=1, l2=0.04),
     "default": Recipe(dim=64, negatives=256, epochs=15, patience=3, l2=0.04),
-    "best": Recipe(dim=192, negatives=512, epochs=30, patience=3, l2=0.06),
+    "best": Recipe(dim=192, negatives=512, epochs=30, patience=6, l2=0.06, refit=True),
 }
 
 #: Options that a recipe decides.
 AUTO = (
     "dim", "batch_size", "negatives", "share_negatives", "hardness", "lr", "lr_decay", "l2", "epochs", "patience",
+    "refit",
 )  # fmt: skip
 
 
@@ -133,6 +136,8 @@ def decide(given: Json, recipe: str, *, pairs: int, items: int) -> tuple[TrainCo
         "l2": (0.0, needless) if needless else (l2, f"{pairs:,} pairs are few" if few else f"recipe {recipe}"),
         "patience": (patience, stops),
     }
+    if rules.refit and asked.valid != "none":
+        found["refit"] = (True, "on all pairs, once the epoch is chosen")
     decided = {name: each for name, each in found.items() if name not in given}
     config = TrainConfig.from_dict({**given, **{name: value for name, (value, _) in decided.items()}})
     return config, {name: reason for name, (_, reason) in decided.items()}

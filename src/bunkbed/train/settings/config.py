@@ -143,6 +143,9 @@ class TrainConfig:
             were read with times, otherwise by file. Empty: as `split`, but ``"last"`` for ``model="sasrec"``. With
             that model, and with another split than ``"random"``, a random pair or a fraction is an error: training
             would see what comes after the held-out pairs.
+        refit: after the best epoch is chosen, train again, from new rows and for as many epochs, on all pairs, also on
+            those that were held out (`bunkbed.train.refit`). The second training is then the run's; until its end the
+            first one is. It needs the disk of both. For ``bunkbed train``; a `Trainer` does not look at it.
         patience: stop after this many evaluations without a better `metric`; 0 never stops early.
         metric: selects the best epoch: ``"hr@k"``, ``"ndcg@k"``, ``"recall@k"``, ``"mrr"``.
         ks: cut-offs of the reported metrics, such as ``"10,20"``.
@@ -249,6 +252,9 @@ class TrainConfig:
         "Hold out for validation: a 'random' or the 'last' pair of each user, a share, those after the first share of "
         "the time (time:0.9), or 'none'; default: as --split, for sasrec 'last'.",
     )
+    refit: bool = option(
+        False, EVALUATION, "Once the best epoch is chosen, train again for as many epochs on all pairs."
+    )
     patience: int = option(0, EVALUATION, "Stop after this many evaluations without improvement; 0: never.", least=0)
     metric: str = option("ndcg@10", EVALUATION, "Choose the best epoch by hr@k, ndcg@k, recall@k or mrr.")
     ks: str = option("10,20", EVALUATION, "Cut-offs of the metrics.", metavar="K,K")
@@ -313,6 +319,8 @@ class TrainConfig:
                 f"option valid={self.valid!r} would train on what comes after the held-out pairs; with "
                 f"split={self.split!r} it is last, none or a share of the time such as time:0.9"
             )
+        if self.refit and self.valid == "none":
+            raise ValueError("option refit needs held-out pairs to choose the epoch by; with valid none there are none")
         _ = self.valid_fraction
         self._check_sequential()
         if not isinstance(self.metric, str) or not _METRIC.fullmatch(self.metric):

@@ -1,0 +1,132 @@
+"""Training again on all pairs, once held-out pairs have chosen the epoch.
+
+The second training begins with new rows, holds nothing out, has the other options of the first one, and ends after as
+many epochs as the best one had. It is an ordinary run, in ``.NAME.refit`` next to the first: its bits are those of a
+run that was started with ``--valid none --epochs N`` and these options. Until its end the first run is at its path and
+in use, under the writer's lock. Then one system call exchanges the two folders (`bunkbed.files.durable.exchange`).
+
+Protocol. A process that is killed at any point leaves the first or the second run at the path, whole:
+
+1. `begin` makes the folder: the interactions by hard links, the features, and last ``config.json``. A later call with
+   the same choice finds the folder, and the training goes on there; what is not complete or of another choice is
+   removed.
+2. The second run trains and commits.
+3. `finish` links the other files of the first run into the folder, and its log as ``choice.jsonl``; exchanges the
+   folders; removes the first run. `remove_leftover` removes it where a kill came between.
+
+The rejected alternative, to set the rows of the run back and train on, has no usable model for most of the time.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from bunkbed.files.durable import link, link_folder, require_real, take_place
+from bunkbed.files.run_files import RunFiles
+from bunkbed.maintenance.resharding import link_others
+from bunkbed.run.run import Run
+from bunkbed.train.data.interactions import Interactions
+from bunkbed.train.data.store import open_dataset
+from bunkbed.train.data.stream import STREAM_FOLDER
+from bunkbed.train.evaluate.evaluator import open_parts
+from bunkbed.train.evaluate.results import FIGURES
+from bunkbed.train.features.features import FEATURE_FILES
+from bunkbed.train.features.reading import store_features
+from bunkbed.train.output.events import Outcome
+from bunkbed.train.output.progress import Progress
+from bunkbed.train.settings.config import TrainConfig
+from bunkbed.train.settings.run_config import CHOICE_NAME, CONFIG_NAME, DATA_NAME, LOG_NAME, read_config, write_config
+
+__all__ = ["begin", "chosen_progress", "finish", "is_due", "locked", "remove_leftover"]
+
+# Of the second run's configuration: the progress with which it begins.
+_CHOSEN = "chosen"
+
+
+def is_due(config: TrainConfig, epoch: int | None) -> bool:
+    """Return whether a run that is trained to its end, with this best epoch, trains again on all pairs."""
+    return config.refit and bool(epoch)
+
+
+def _part(place: Path) -> Path:
+    return place.with_name(f".{place.name}.refit")
+
+
+def remove_leftover(folder: Path) -> None:
+    """Remove a second run next to a run, or what a killed `finish` left there. Requires: the run's lock held."""
+    shutil.rmtree(_part(folder.resolve()), ignore_errors=True)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the writer's lock of a run."""
+    files = RunFiles(folder.resolve())
+    lock = files.lock()
+    try:
+        yield
+    finally:
+        files.unlock(lock)
+
+
+def begin(folder: Path, config: TrainConfig, outcome: Outcome) -> Path:
+    """Return the folder of a run's second training, which is new or of an earlier call. Requires: `locked`.
+
+    Args:
+        config: of the first run.
+        outcome: of the first run, with a best epoch.
+
+    Raises:
+        FormatError: a symbolic link is in the folder's place. OSError: the disk is full or failing, or the filesystem
+            has no hard links. Nothing has changed.
+    """
+    place = folder.resolve()
+    part, data = _part(place), _part(place) / DATA_NAME
+    require_real(part)
+    assert outcome.best_epoch is not None
+    second = replace(config, valid="none", refit=False, patience=0, epochs=outcome.best_epoch)
+    chosen = Progress(best_epoch=outcome.best_epoch, best=dict(outcome.best), chosen_on=config.valid)
+    values = {**read_config(place), "train": second.to_dict(), _CHOSEN: asdict(chosen)}
+    if (part / CONFIG_NAME).exists():
+        there = read_config(part)
+        # Others may change on resuming.
+        if there[_CHOSEN] == values[_CHOSEN] and there["train"]["epochs"] == second.epochs:
+            return part
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        Run(part, config.table_ram_bytes).close(commit=False)
+        link_folder(place / DATA_NAME, data, FEATURE_FILES)
+
+        def trained() -> Interactions:
+            return open_parts(open_dataset(data), second, part).train
+
+        store_features(data, {}, {}, trained, place / DATA_NAME)
+        write_config(part, values)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    return part
+
+
+def chosen_progress(folder: Path) -> Progress | None:
+    """Return the progress with which a second run begins; None for other runs."""
+    chosen = read_config(folder).get(_CHOSEN)
+    return None if chosen is None else Progress(**chosen)
+
+
+def finish(folder: Path) -> None:
+    """Put a second run that is trained to its end in the place of the first. Requires: `locked`.
+
+    Raises:
+        OSError: as `bunkbed.files.durable.exchange`, or the disk is failing. The first run is at its place.
+    """
+    place = folder.resolve()
+    part = _part(place)
+    if not (part / CHOICE_NAME).exists() and (place / LOG_NAME).exists():
+        link(place / LOG_NAME, part / CHOICE_NAME)
+    made = {entry.name for entry in part.iterdir()}
+    link_others(place, part, {*made, STREAM_FOLDER, CONFIG_NAME, *FIGURES})
+    take_place(part, place)
