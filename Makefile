@@ -6,20 +6,25 @@ BIN := $(VENV)/bin
 # The CPU build of torch is pinned: a bare `torch` pulls gigabytes of CUDA.
 TORCH := torch==2.13.0
 
-.PHONY: demo test lint cpp-test cpp-stress wheel-test wheels aarch64 bench torture docs clean
+.PHONY: demo test checks lint cpp-test cpp-stress wheel-test wheels aarch64 bench torture docs clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
-$(VENV)/.torch: | $(BIN)/python
+# Before the others: while pip installs these, make compiles.
+$(VENV)/.tools: | $(BIN)/python
+	$(BIN)/python -m pip install --quiet cmake ninja
+	@touch $@
+
+$(VENV)/.torch: | $(VENV)/.tools
 	$(BIN)/python -m pip install --quiet --prefer-binary $(TORCH)
 	@touch $@
 
 SOURCES := pyproject.toml CMakeLists.txt README.md $(shell find csrc src -type f -not -name '*.pyc' -not -name '_native*')
 
 # Compiled once, whatever is installed from it.
-$(VENV)/.wheel: $(SOURCES) | $(BIN)/python
+$(VENV)/.wheel: $(SOURCES) | $(VENV)/.tools
 	rm -rf dist
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	@touch $@
@@ -34,12 +39,11 @@ $(VENV)/.demo: $(VENV)/.torch $(VENV)/.wheel
 
 $(VENV)/.test: $(VENV)/.torch $(VENV)/.wheel
 	$(call install,dev)
-	$(BIN)/python -m pip install --quiet cmake ninja
 	@touch $@
 
 # In a folder of its own, for the processes of tests/device/test_device_kernels.py alone: imported after TensorFlow, Triton
 # crashes a process, and torch imports it where it finds it. Elsewhere there is no wheel, and those tests are skipped.
-$(VENV)/.triton: | $(BIN)/python
+$(VENV)/.triton: | $(VENV)/.tools
 	case "$$(uname -sm)" in "Linux x86_64") \
 	  $(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/triton 'triton==3.7.*';; esac
 	@touch $@
@@ -53,8 +57,11 @@ $(VENV)/.bench: $(VENV)/.torch $(VENV)/.wheel
 demo: $(VENV)/.demo
 	$(BIN)/bunkbed demo
 
-test: lint cpp-test wheel-test $(VENV)/.triton
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 2
+test:
+	$(MAKE) --jobs 2 --output-sync=target checks
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 2 --durations 30 --durations-min 5
+
+checks: lint cpp-test wheel-test $(VENV)/.triton
 
 # In a fresh virtual environment, without a compiler.
 wheel-test: $(VENV)/.test
@@ -105,7 +112,7 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/python packaging/thread_safety.py
 
-cpp-test: $(VENV)/.test
+cpp-test: | $(VENV)/.tools
 	$(BIN)/cmake -S . -B build/cpp-test -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	  -DCMAKE_BUILD_TYPE=None -DCMAKE_CXX_FLAGS=-O1 -DBUNKBED_BUILD_PYTHON=OFF -DBUNKBED_BUILD_TESTS=ON \
 	  -DBUNKBED_SANITIZE=address,undefined
