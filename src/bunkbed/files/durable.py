@@ -7,7 +7,8 @@ import ctypes
 import errno
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import BinaryIO
 
@@ -120,18 +121,26 @@ def take_place(part: Path, target: Path) -> None:
 
 def _remove_old(target: Path, part: Path) -> None:
     sync_directory(target.parent)
+    if Path.cwd().is_relative_to(part):  # the folder that was here when this process entered it
+        os.chdir(target)
     shutil.rmtree(part, ignore_errors=True)  # only now: until the sync, power loss could undo the exchange
 
 
-def link_folder(folder: Path, there: Path, left_out: Iterable[str] = ()) -> None:
+def link_folder(folder: Path, there: Path, left_out: Collection[str] = ()) -> None:
     """Make a folder whose files are second names of those in `folder`, durably.
 
     Args:
         left_out: patterns of names.
     """
-    shutil.copytree(folder, there, symlinks=True, copy_function=link, ignore=shutil.ignore_patterns(*left_out))
-    for each, _, _ in os.walk(there):
-        sync_directory(Path(each))
+    there.mkdir()
+    for entry in folder.iterdir():
+        if any(fnmatch(entry.name, pattern) for pattern in left_out):
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            link_folder(entry, there / entry.name, left_out)
+        else:
+            link(entry, there / entry.name)
+    sync_directory(there)
 
 
 def link(entry: str | Path, there: str | Path) -> None:

@@ -301,6 +301,17 @@ def _number_as(old: list[RunManifest], there: RunFiles, uuids: dict[str, str]) -
     sync_directory(there.directory.parent)
 
 
+def remove_others(part: Path, kept: Collection[str]) -> None:
+    """Remove from a run's folder what is not the run's, nor `kept`."""
+    for entry in part.iterdir():
+        if _OF_A_SHARDED_TABLE.fullmatch(entry.name) or entry.name in kept:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+
+
 def link_others(place: Path, part: Path, left_out: Collection[str] = ()) -> None:
     """Give the files in a run's folder that are not the run's, nor `left_out`, a second name in `part`, durably."""
     for entry in place.iterdir():

@@ -522,7 +522,7 @@ class _Session:
         self.write(report)
         is_last = progress.epoch == config.epochs or progress.stopped_early
         if is_best or is_last or progress.epoch % config.commit_every == 0:
-            trainer._commit(keep="best" if is_best else None)
+            trainer._commit(keep="best" if is_best or (is_last and progress.chosen_on) else None)
         self._tell(report)
 
     def write(self, report: StepReport | EpochReport) -> None:

@@ -43,14 +43,13 @@ from bunkbed.train.features.features import table_of
 from bunkbed.train.features.reading import SideFile, store_features
 from bunkbed.train.merge import Merged, merge_datasets
 from bunkbed.train.output.progress import Progress
-from bunkbed.train.refit import is_due
+from bunkbed.train.refit import BEST, is_due, require_no_kept_snapshots
 from bunkbed.train.settings.auto import Round
 from bunkbed.train.settings.config import TrainConfig
 from bunkbed.train.settings.run_config import CONFIG_NAME, DATA_NAME, read_config, write_config
 
 __all__ = ["add_interactions", "remove_leftover"]
 
-_BEST = "best"
 #: Decides the round, by the progress of the run.
 Decide = Callable[[Progress], Round]
 
@@ -116,7 +115,7 @@ def _make(
     ram_bytes = half if config.stream else None
     with Run(place, half, mode="r") as run:
         progress, names = _finished(run, config), run.snapshots()
-    best = _BEST if _BEST in names else None
+    best = BEST if BEST in names else None
     with Run(part, half) as new:
         fresh, data = part / "fresh", part / DATA_NAME
         prepare_dataset(fresh, file, ram_bytes=ram_bytes, **reading)
@@ -174,10 +173,5 @@ def _finished(run: Run, config: TrainConfig) -> Progress:
             f"bunkbed train --resume {run.path}"
             + (f", or with --epochs {progress.epoch} to end it here" if progress.epoch and not progress.step else "")
         )
-    others = sorted(set(run.snapshots()) - {_BEST})
-    if others:
-        raise ValueError(
-            f"{run.path}: has the kept snapshot {others[0]!r}, which larger tables cannot keep; copy it "
-            f"(bunkbed copy --snapshot {others[0]}), then drop it (bunkbed.Run.drop)"
-        )
+    require_no_kept_snapshots(run.path)
     return progress

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 from bunkbed.files.durable import require_real
 from bunkbed.train.output.events import EpochReport, Event, StepReport
+from bunkbed.train.settings.run_config import SCALARS_NAME
 
 if TYPE_CHECKING:
     from bunkbed.train.loop import Trainer
@@ -47,7 +48,7 @@ class Scalars:
 
         # If training stopped within an evaluation, all steps of the epoch are done, but the epoch's own figures, which
         # belong to its last step, are not committed.
-        self.folder = Path(trainer.run.path) / "tensorboard"
+        self.folder = Path(trainer.run.path) / SCALARS_NAME
         require_real(self.folder)
         self._writer = SummaryWriter(str(self.folder), purge_step=trainer.step + (0 if trainer.owes_evaluation else 1))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -65,15 +66,11 @@ def outcome_of(out: str) -> Any:
 
 WAYS: dict[str, tuple[str, ...]] = {
     "random": (),
-    "by time": ("--time-col", "at"),
     "after a time": ("--time-col", "at", "--split", "time:0.9"),
-    "stream": ("--stream",),
     "stream by time, 2 MiB": ("--stream", "--time-col", "at", "--ram", "2MiB"),
-    "features": ("--item-features", "items.csv"),
     "stream, features": ("--item-features", "items.csv", "--stream"),
-    "blocks": ("--order", "blocks:2x2"),
+    "blocks, bias": ("--order", "blocks:2x2", "--bias"),
     "sequences": ("--model", "sasrec", "--length", "5"),
-    "bias": ("--bias",),
 }
 
 
@@ -103,7 +100,7 @@ def test_the_bits_are_those_of_a_run_that_holds_nothing_out(way: str, cli: Run, 
     assert len(open_parts(data, config, Path("run")).train) == len(data.train) == again["pairs"]
     for side, features in load_features(Path("run/data")).items():
         assert features.has_row.tobytes() == load_features(Path("plain/data"))[side].has_row.tobytes()
-    assert not Path(".run.refit").exists()
+    assert not Path(".run.refit").exists() and list(bb.snapshots("run")) == ["best"]
     assert bb.check("run") == [] and cli("recommend", "run", "--all", "--out", "top.csv")[0] == 0
 
 
@@ -191,11 +188,11 @@ def test_a_kill_leaves_the_first_run_or_the_second(point: str, cli: Run, files: 
 def test_a_run_that_owes_its_second_training(cli: Run, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from bunkbed.train import refit
 
-    def fails(*_: object) -> None:
+    def is_full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(refit, "store_features", fails)
+        patched.setattr(refit, "store_features", is_full)
         code, _, err = cli("train", "pairs.csv", *FIRST)
         assert code != 0 and "no space left" in err and not Path(".run.refit").exists()
     first = rows_of("run")
@@ -215,20 +212,136 @@ def test_a_run_that_owes_its_second_training(cli: Run, files: Path, monkeypatch:
     assert code == 2 and "option refit needs held-out pairs" in err
 
 
-def test_another_choice_begins_anew(cli: Run, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a killed second training left is not continued where the first one went on since."""
+def fails(*_: object) -> None:
+    raise OSError(22, "Invalid argument")
+
+
+def test_files_of_the_user_are_those_of_the_end(cli: Run, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where an earlier call had linked some already."""
     from bunkbed.train import refit
 
-    real = refit.take_place
+    options = ("train", "pairs.csv", *SMALL, "--epochs", "2", "--out", "run")
+    assert cli(*options)[0] == 0
+    Path("run/mine").mkdir()
+    for name in "abc":
+        Path("run/mine", name).write_text("old")
+    Path("run/link").symlink_to("mine/a")
+    with monkeypatch.context() as patched:
+        patched.setattr(refit, "take_place", fails)
+        assert cli("train", "--resume", "run", "--refit")[0] != 0
+    assert Path(".run.refit/mine/a").exists()
+    Path(".run.refit/mine/c").unlink()
+    Path("run/mine/a").unlink()
+    Path("run/mine/a").write_text("new")
+    code, _, err = cli("train", "--resume", "run")
+    assert code == 0, err
+    assert [Path("run/mine", name).read_text() for name in "abc"] == ["new", "old", "old"]
+    assert Path("run/link").is_symlink() and Path("run/training.png").exists()
 
-    def fails(*_: object) -> None:
-        raise OSError(5, "Input/output error")
+
+def test_kept_snapshots_are_not_lost(cli: Run, files: Path) -> None:
+    assert cli("train", "pairs.csv", *SMALL, "--epochs", "2", "--out", "run")[0] == 0
+    with bb.Run("run") as run:
+        run.commit(run.meta and {name: run.read(name) for name in run.files}, run.meta, keep="mine")
+    code, _, err = cli("train", "--resume", "run", "--refit")
+    assert code != 0 and "run: has the kept snapshot 'mine', which would be lost" in err
+    assert "mine" in bb.snapshots("run") and not Path(".run.refit").exists()
+
+
+def test_not_after_more_pairs(cli: Run, files: Path) -> None:
+    assert cli("train", "pairs.csv", *SMALL, "--epochs", "2", "--out", "run")[0] == 0
+    Path("new.csv").write_text("user,item,at\nlate,3,900\nlate,99,901\n")
+    assert cli("train", "--resume", "run", "--more", "new.csv")[0] == 0
+    code, _, err = cli("train", "--resume", "run", "--refit")
+    assert code != 0 and "option refit is not for a run with rounds of --more" in err
+
+
+def test_in_the_folder_of_the_run(cli: Run, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli("train", "pairs.csv", *SMALL, "--epochs", "2", "--out", "run")[0] == 0
+    monkeypatch.chdir("run")
+    code, _, err = cli("train", "--resume", ".", "--refit")
+    assert code == 0, err
+    assert Path("choice.jsonl").exists() and Path("training.png").exists() and not (files / ".run.refit").exists()
+
+
+def test_changed_options_are_those_of_the_second_training(
+    cli: Run, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bunkbed.train import refit
+
+    with monkeypatch.context() as patched:
+        patched.setattr(refit, "take_place", fails)
+        assert cli("train", "pairs.csv", *FIRST)[0] != 0
+    done = rows_of(".run.refit")
+    assert cli("train", "--resume", "run", "--ram", "32MiB", "--commit-every", "2", "--stream")[0] == 0
+    options = json.loads(Path("run/config.json").read_text())["train"]
+    assert (options["ram"], options["commit_every"], options["stream"]) == ("32MiB", 2, True)
+    assert rows_of("run") == done
+
+
+def test_what_the_folder_cannot_do_is_said_before(cli: Run, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bunkbed.train import refit
+
+    monkeypatch.setattr(refit, "exchange", fails)
+    code, _, err = cli("train", "pairs.csv", *FIRST)
+    assert code != 0 and "--no-refit leaves it out" in err and "invalid argument" in err.lower()
+    assert sorted(path.name for path in files.iterdir()) == ["items.csv", "pairs.csv"]
+
+
+def test_a_signal_after_the_last_step_of_the_first_training(
+    cli: Run, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli("train", "pairs.csv", *FIRST)[0] == 0
+    expected = rows_of("run"), losses_of("run/metrics.jsonl"), losses_of("run/choice.jsonl")
+    shutil.rmtree("run")
+    fit = Trainer.fit
+
+    def signalled(trainer: Trainer, on_event: Any = None) -> Any:
+        def on_last(event: Any) -> None:
+            on_event(event)
+            if hasattr(event, "eval_seconds") and event.epoch == event.epochs:
+                signal.raise_signal(signal.SIGTERM)
+
+        return fit(trainer, on_last)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "fit", signalled)
+        code, out, err = cli("train", "pairs.csv", *FIRST)
+        assert code == 130 and "bunkbed train --resume run" in out and "from new rows" not in out, out + err
+    assert cli("train", "--resume", "run")[0] == 0
+    assert (rows_of("run"), losses_of("run/metrics.jsonl"), losses_of("run/choice.jsonl")) == expected
+
+
+def test_scalars_of_both_trainings_stay(cli: Run, files: Path) -> None:
+    pytest.importorskip("tensorboard")
+    assert cli("train", "pairs.csv", *FIRST, "--tensorboard")[0] == 0
+    assert len(list(Path("run/tensorboard").glob("events*"))) == 1
+    assert len(list(Path("run/tensorboard/choice").glob("events*"))) == 1
+
+
+def test_a_leftover_of_another_run_is_not_continued(cli: Run, files: Path) -> None:
+    assert cli("train", "pairs.csv", *SMALL, "--epochs", "2", "--out", "run")[0] == 0
+    shutil.copytree("run", ".run.refit")
+    code, _, err = cli("train", "--resume", "run", "--refit")
+    assert code == 0, err
+    assert Path("run/choice.jsonl").exists() and not Path(".run.refit").exists()
+
+
+def test_no_best_epoch(cli: Run, files: Path) -> None:
+    assert cli("train", "pairs.csv", *SMALL, "--epochs", "2", "--valid", "none", "--out", "run")[0] == 0
+    code, _, err = cli("train", "--resume", "run", "--refit")
+    assert code == 2 and "option refit needs held-out pairs" in err
+
+
+def test_another_choice_is_trained_from_its_start(cli: Run, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a killed second training left is not continued where the first one went on since."""
+    from bunkbed.train import refit
 
     options = (*SMALL, "--epochs", "1", "--refit", "--out", "run")
     with monkeypatch.context() as patched:
         patched.setattr(refit, "take_place", fails)
         assert cli("train", "pairs.csv", *options)[0] != 0
-    assert Path(".run.refit/config.json").exists() and refit.take_place is real
+    assert Path(".run.refit/config.json").exists()
     assert cli("train", "--resume", "run", "--epochs", "6")[0] == 0
     got = rows_of("run"), losses_of("run/choice.jsonl")
     shutil.rmtree("run")

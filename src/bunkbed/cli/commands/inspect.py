@@ -267,7 +267,8 @@ def _print_run(console: Console, about: Json) -> None:
     if isinstance(progress, dict):
         grid.add_row("trained", f"{progress['epoch']} epochs, {progress['global_step']:,} steps")
         best = "  ".join(f"{name} {value:.4f}" for name, value in progress["best"].items())
-        grid.add_row("best", f"epoch {progress['best_epoch']}  {best}" if best else "not evaluated")
+        before = "  before the training on all pairs" if progress.get("chosen_on") else ""
+        grid.add_row("best", f"epoch {progress['best_epoch']}  {best}{before}" if best else "not evaluated")
     elif about["meta"]:
         grid.add_row("meta", escape(_meta(about["meta"])))
     grid.add_row("snapshots", escape(_snapshots(about["snapshots"])))

@@ -253,6 +253,8 @@ def _start(session: Session, file: Path, reading: Json, features: Json, out: Pat
         with console.status("splitting") if config.stream else nullcontext():
             trainer = Trainer(config, data, run)
         config = trainer.config
+        if config.refit:
+            team.first("preparing the training on all pairs", lambda: refit.require_possible(folder))
         decided = {**about, "train": config.to_dict()}
         team.first("storing the options", lambda: write_config(folder, decided))
     except BaseException:
@@ -364,7 +366,9 @@ def _go_on(session: Session, folder: Path, config: TrainConfig, changes: Json) -
 
     def remove_leftovers() -> None:
         remove_leftover(folder)
-        if not config.refit:
+        if config.refit:
+            refit.require_possible(folder)
+        else:
             refit.remove_leftover(folder)
 
     def read_to_the_end() -> None:
@@ -393,7 +397,7 @@ def _go_on(session: Session, folder: Path, config: TrainConfig, changes: Json) -
     team.first("storing the options", lambda: write_config(folder, {**stored, "train": config.to_dict()}))
     where = f"after epoch {trainer.epoch}, step {trainer.step:,}"
     if config.refit and (trainer.epoch >= config.epochs or trainer.stopped_early):
-        where += "; the epoch is chosen"
+        where += "; it is trained to its end"
     elif trainer.epoch >= config.epochs:
         where += f"; nothing left to do, --epochs more than {config.epochs} goes on"
     elif trainer.stopped_early:

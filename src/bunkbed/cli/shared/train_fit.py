@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -50,6 +50,7 @@ class Trained(NamedTuple):
         folder: of the run.
         samples_users: evaluations during the training used a sample of the users.
         last: the last epoch of this call; None: it finished none.
+        was_stopped: a process was asked to stop, also if that came after the last step.
     """
 
     folder: Path
@@ -58,6 +59,7 @@ class Trained(NamedTuple):
     samples_users: bool
     outcome: Outcome
     last: EpochReport | None
+    was_stopped: bool
 
 
 def fit(session: Session, folder: Path, run: Run, trainer: Trainer, data: Dataset) -> Trained:
@@ -99,11 +101,12 @@ def _train(session: Session, folder: Path, run: Run, trainer: Trainer, data: Dat
     with (
         run,
         open_display(session.console, title=title, metric=config.metric) as display,
-        graceful(trainer, display),
+        graceful(trainer, display) as stops,
         Scalars(trainer) if writes_scalars else nullcontext() as scalars,
     ):
         outcome = trainer.fit(on_event)
-    return Trained(folder, config, data, trainer.samples_users, outcome, last[0] if last else None)
+    was_stopped = session.team.any("the end of a training", lambda: bool(stops))
+    return Trained(folder, config, data, trainer.samples_users, outcome, last[0] if last else None, was_stopped)
 
 
 def _model(config: TrainConfig) -> str:
@@ -117,8 +120,13 @@ def fit_again(session: Session, first: Trained) -> Trained:
     from bunkbed.train.loop import Trainer
 
     outcome, folder, data, team, console = first.outcome, first.folder, first.data, session.team, session.console
-    if outcome.interrupted or not refit.is_due(first.config, outcome.best_epoch):
+    if outcome.interrupted or not first.config.refit:
         return first
+    if not outcome.best_epoch:
+        console.print("no epoch was evaluated, so there is no best one to train again on all pairs")
+        return first
+    if first.was_stopped:
+        return first._replace(outcome=replace(outcome, interrupted=True))
     held = ExitStack()
 
     def begin() -> str:
@@ -153,7 +161,7 @@ def conclude(session: Session, trained: Trained) -> int:
     from bunkbed.train.evaluate.results import save_test
     from bunkbed.train.output.plots import plot_run
 
-    folder, config, data, samples_users, outcome, last = trained
+    folder, config, data, samples_users, outcome, last, _ = trained
     console = session.console
     if session.team.is_first:
         title = f"{folder.name}   {_model(config)}, {ram_text(config)} of RAM"
@@ -190,8 +198,10 @@ def judge(folder: Path, config: TrainConfig, data: Dataset, **options: Any) -> E
 
 
 @contextmanager
-def graceful(trainer: Trainer, display: Display) -> Iterator[None]:
+def graceful(trainer: Trainer, display: Display) -> Iterator[list[bool]]:
     """Stop the trainer after its step on the first Ctrl-C or SIGTERM; abort on a later Ctrl-C.
+
+    Yields a list that is empty until then.
 
     A second SIGTERM has no effect, because `timeout` and schedulers send it to the process and again to its group. Nor
     has a second Ctrl-C under torchrun, which passes on the first one that the process has got already; torchrun itself
@@ -214,7 +224,7 @@ def graceful(trainer: Trainer, display: Display) -> Iterator[None]:
     for kind in before:
         signal.signal(kind, stop)
     try:
-        yield
+        yield is_stopping
     finally:
         for kind, handler in before.items():
             signal.signal(kind, handler)

@@ -85,6 +85,11 @@ class Progress:
         Raises:
             ValueError: an option that may not change differs from the run's.
         """
+        if config.refit and meta.get("progress", {}).get("before"):
+            raise ValueError(
+                "option refit is not for a run with rounds of --more: its best epoch does not say how long to train "
+                "new rows; start a new run on all pairs"
+            )
         if "progress" not in meta:
             raise ValueError("the run was not made by bunkbed train: its last commit has no progress")
         stored = TrainConfig.of_run(meta["config"])

@@ -98,7 +98,10 @@ def quality(metrics: Metrics, metric: str) -> Chart:
             panel.axvline(best[-1], color=_MARKS["muted"], linewidth=0.9, linestyle=(0, (3, 3)))
         panel.set_ylim(bottom=0)
 
-    lines = [Line(color, name, f"{values[name][1][-1]:.4f}") for name, color in zip(shown, SERIES, strict=False)]
+    when = ", before the training on all pairs" if metrics.choice else ""
+    lines = [
+        Line(color, f"{name}{when}", f"{values[name][1][-1]:.4f}") for name, color in zip(shown, SERIES, strict=False)
+    ]
     return Chart(_svg(draw, metrics.end), lines)
 
 

@@ -10,13 +10,15 @@ from bunkbed.core.types import Json
 from bunkbed.errors import CorruptionError, FormatError
 from bunkbed.files.durable import replace_file
 
-__all__ = ["CHOICE_NAME", "CONFIG_NAME", "DATA_NAME", "LOG_NAME", "read_config", "write_config"]
+__all__ = ["CHOICE_NAME", "CONFIG_NAME", "DATA_NAME", "LOG_NAME", "SCALARS_NAME", "read_config", "write_config"]
 
 CONFIG_NAME = "config.json"
 #: The folder of the run's copy of its data.
 DATA_NAME = "data"
 #: The reports of the training; and those of an earlier one, which chose the epoch (`bunkbed.train.refit`).
 LOG_NAME, CHOICE_NAME = "metrics.jsonl", "choice.jsonl"
+#: The folder of the scalars for TensorBoard.
+SCALARS_NAME = "tensorboard"
 
 
 def write_config(folder: Path, values: Json) -> None:
