@@ -43,6 +43,12 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "bunkbed"))
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
+def pytest_collection_finish() -> None:
+    """Keep what the frameworks made when they were imported: each collection of garbage would go through all of it."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _same_random_numbers_whatever_ran_before():
     """Tests are shared out between processes as these come free: what one has drawn must not change the next."""
@@ -122,9 +128,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _no_keras_model_outlives_its_test(request: pytest.FixtureRequest):
     """Models are cycles: their tables would go, with a warning of uncommitted rows, in the middle of another test."""
     is_of_keras = request.module.__name__.startswith("test_keras_")
-    if is_of_keras and not gc.get_freeze_count():
-        gc.collect()
-        gc.freeze()  # what the frameworks made when they were imported: each collection would go through all of it
     yield
     if is_of_keras:
         import keras
