@@ -158,7 +158,7 @@ def test_what_is_given_stays() -> None:
         ({"loss": "softmax"}, 800_000, 40_000, {"hardness": 0.0, "share_negatives": True}),
         ({"loss": "ccl"}, 800_000, 40_000, {"hardness": 0.0, "negatives": 1536, "l2": 0.0, "share_negatives": True}),
         ({"loss": "ccl"}, 5_000, 100, {"negatives": 25, "l2": 0.0}),
-        ({"loss": "bce"}, 800_000, 40_000, {"share_negatives": False, "negatives": 8, "lr": 0.002, "hardness": 0.0}),
+        ({"loss": "bce"}, 800_000, 40_000, {"share_negatives": False, "negatives": 8, "lr": 0.005, "hardness": 0.0}),
         ({"model": "neumf"}, 800_000, 40_000, {"share_negatives": False, "negatives": 8, "batch_size": 4096}),
         ({"negatives": 4}, 800_000, 40_000, {"share_negatives": False, "hardness": 0.0}),
         ({"negatives": 32}, 800_000, 40_000, {"share_negatives": True, "hardness": 3.0}),

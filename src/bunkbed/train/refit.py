@@ -64,7 +64,7 @@ __all__ = [
 
 # Of the second run's configuration: the progress with which it begins.
 _CHOSEN = "chosen"
-# Besides the files of a run, a training makes these. The first run's are not kept, but for its log and its scalars.
+# In addition to the files of a run, a training makes these. Of the first run's, its log and its scalars are kept.
 _MADE = (DATA_NAME, CONFIG_NAME, LOG_NAME, STREAM_FOLDER, f"{STREAM_FOLDER}.lock", SCALARS_NAME, *FIGURES)
 # The first run's scalars, as a run of their own for TensorBoard.
 _CHOICE = "choice"
@@ -126,7 +126,7 @@ def require_possible(folder: Path) -> None:
 
 
 def require_no_kept_snapshots(folder: Path) -> None:
-    """Raise `ValueError` where a run has kept snapshots besides its best one, which a new run in its place lacks."""
+    """Raise `ValueError` where a run has kept snapshots other than its best one, which a new run in its place lacks."""
     for name in sorted(set(RunFiles(folder.resolve()).snapshots()) - {BEST}):
         raise ValueError(
             f"{folder}: has the kept snapshot {name!r}, which would be lost; copy it "

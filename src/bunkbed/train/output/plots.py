@@ -122,7 +122,7 @@ def draw(metrics: Metrics, *, title: str, metric: str = "") -> Figure:
     axes = figure.subplots(2, 2)
     steps, epochs = metrics.steps, metrics.epochs
     _draw_loss(axes[0][0], steps, epochs)
-    _draw_quality(axes[0][1], metrics.judged, metric, "before the training on all pairs" if metrics.choice else "")
+    _draw_quality(axes[0][1], metrics.judged, metric, "quality of the first training" if metrics.choice else "")
     _draw_hits(axes[1][0], steps, epochs)
     _draw_memory(axes[1][1], steps, epochs)
     for row in axes:
@@ -156,12 +156,11 @@ def _draw_loss(panel: Axes, steps: list[Json], epochs: list[Json]) -> None:
         _label_last(panel, middles, y, f"{y[-1]:.4f}", BLUE)
 
 
-def _draw_quality(panel: Axes, epochs: list[Json], metric: str, when: str) -> None:
+def _draw_quality(panel: Axes, epochs: list[Json], metric: str, title: str) -> None:
     evaluated = [entry for entry in epochs if entry["metrics"]]
     names = main_metrics(evaluated[-1]["metrics"], metric) if evaluated else []
     ranking = evaluated[-1].get("ranking", "") if evaluated else ""
-    about = [_short(ranking)] if names and ranking else []
-    style_axes(panel, ", ".join(["quality", *about, *([when] if when else [])]))
+    style_axes(panel, title or (f"quality, {_short(ranking)}" if names and ranking else "quality"))
     if not names:
         panel.text(0.5, 0.5, "not evaluated", transform=panel.transAxes, ha="center", color=MUTED)
         panel.set_yticks([])

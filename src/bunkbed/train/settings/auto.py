@@ -1,8 +1,9 @@
 """Options that `bunkbed train` decides by the data, where they are not given: a recipe's rules.
 
 The rules of `default` were chosen on held-out training pairs of Gowalla, MovieLens-100k and generated data, in uniform
-order, in sight of the test pairs; dim and penalty of `best` on Gowalla's test pairs; those of `sasrec` on
-MovieLens-100k and a planted Markov chain. `fast` was not measured. What they reach, without options, is printed by
+order, in sight of the test pairs; dim and penalty of `best` on Gowalla's test pairs; the rate for own negatives on
+held-out pairs of MovieLens-100k and MovieLens-1M; those of `sasrec` on MovieLens-100k and a planted Markov chain.
+`fast` was not measured. What they reach, without options, is printed by
 ``python -m benchmarks.cases.training.untuned`` and ``benchmarks.cases.recommenders.sequences``.
 
 - `bpr`, `softmax` and `ccl` (not with `neumf`, whose perceptron runs for every negative): the pairs of a step share
@@ -42,8 +43,7 @@ _LEAST_SHARED = 32
 # `sasrec` has so many times the epochs and the patience of a recipe.
 _SEQUENCE_TIMES = 2
 # Rates of the optimizers whose rate does not depend on the scale of the gradients.
-_SHARED_RATES = {"adam": 5e-3, "adagrad": 0.15, "rowwise_adagrad": 0.15}
-_OWN_RATES = {"adam": 2e-3, "adagrad": 0.05, "rowwise_adagrad": 0.05}
+_RATES = {"adam": 5e-3, "adagrad": 0.15, "rowwise_adagrad": 0.15}
 _SEQUENCE_RATES = {"adam": 3e-3, "adagrad": 0.05, "rowwise_adagrad": 0.05}
 # A round of more interactions has one of so many epochs of the first round. Its learning rate begins with this part of
 # the run's, and falls to this part of that. Higher rates are better for new users that come with all their pairs
@@ -112,7 +112,7 @@ def decide(given: Json, recipe: str, *, pairs: int, items: int) -> tuple[TrainCo
     room = items // (_NEGATIVE_SHARE * (asked.blocks or (1, 1))[1])
     wanted = rules.negatives * (_COSINE_NEGATIVES if asked.loss == "ccl" else 1)
     negatives = max(1, min(wanted, room)) if shared else _OWN_NEGATIVES
-    rates = _SEQUENCE_RATES if asked.is_sequential else _SHARED_RATES if shared else _OWN_RATES
+    rates = _SEQUENCE_RATES if asked.is_sequential else _RATES
     source = f"recipe {recipe}" if shared else "each pair's own"
     l2 = (rules.l2 if shared else rules.l2 / 4) * (2 if few else 1)
     needless = (
