@@ -199,7 +199,8 @@ def finish(folder: Path) -> None:
     require_no_kept_snapshots(folder)
     remove_others(part, _MADE)  # what an earlier call linked, which may have changed since
     link_others(place, part, _MADE)
-    link(place / LOG_NAME, part / CHOICE_NAME)
+    if (place / LOG_NAME).exists():
+        link(place / LOG_NAME, part / CHOICE_NAME)
     if (place / SCALARS_NAME).is_dir():
         (part / SCALARS_NAME).mkdir(exist_ok=True)
         shutil.rmtree(part / SCALARS_NAME / _CHOICE, ignore_errors=True)
