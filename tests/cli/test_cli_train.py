@@ -124,7 +124,7 @@ def test_json_lines(cli: Run, ratings: Path) -> None:
     lines = [json.loads(line) for line in out.splitlines()]
     assert [line["kind"] for line in lines] == ["auto", "epoch", "epoch", "outcome"]
     assert lines[0]["recipe"] == "default" and "dim" not in lines[0]["options"]
-    assert lines[0]["options"]["lr"] == {"value": 0.002, "reason": "optimizer adam"}
+    assert lines[0]["options"]["lr"] == {"value": 0.005, "reason": "optimizer adam"}
     assert lines[-1]["run"] == "runs/likes"
     assert lines[-1]["interrupted"] is False and lines[-1]["epoch"] == 2
     again = cli("train", "likes.csv", *SMALL, "--epochs", "1", "--json")[1]
