@@ -203,8 +203,8 @@ def final_evaluator(
     parts = open_parts(data, config, folder)
     if parts.valid is None:
         raise ValueError(
-            "nothing is held out to evaluate on: train with --valid random and without --refit, or give a test file with "
-            "--test"
+            "nothing is held out to evaluate on: train with --valid random and without --refit, or give a test file "
+            "with --test"
         )
     return make(parts.valid, parts.train, ranking=ranking or config.ranking, rule=config.valid)
 
