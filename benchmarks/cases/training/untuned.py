@@ -3,7 +3,8 @@
     python -m benchmarks.cases.training.untuned                 # every data set, three seeds
     python -m benchmarks.cases.training.untuned gowalla --ram 30
 
-Data sets: Gowalla in the LightGCN split; MovieLens-100k, of which the last item of each user by time is held out
+Data sets: Gowalla in the LightGCN split; MovieLens-1M in the NCF authors' split, where `bunkbed train` alone is judged,
+by their 99 negatives of each user; MovieLens-100k, of which the last item of each user by time is held out
 (``--time-col``); three generated ones. There a user takes different items in proportion to exp(popularity + affinity),
 with 4 hidden factors, and one item, drawn at random, is held out. Ranking by these true scores is the planted
 optimum.
@@ -35,6 +36,8 @@ from bunkbed.train.data.interactions import read_dataset
 
 FACTORS = 4
 K = {"gowalla": 20}
+# Not among those that are trained where none is named: it has no peer here.
+ALONE = "ml-1m"
 
 
 class Shape(NamedTuple):
@@ -57,7 +60,7 @@ SHAPES = {
 class Pairs(NamedTuple):
     """Pairs of users and items, ``int64[N, 2]``; `optimum` has the true scores, ``float64[users, items]``.
 
-    `source` are the arguments of `bunkbed train` for a file that it splits alike.
+    `source` are the arguments of `bunkbed train` for a file that it splits alike. Without `held` it alone is judged.
     """
 
     train: Any
@@ -89,10 +92,10 @@ def chosen_by(options: Any, names: list[str], arguments: list[str] | None) -> An
 def main(arguments: list[str] | None = None) -> None:
     """Train every side for each seed, and print quality and seconds."""
     names = ["gowalla", "ml-100k", *SHAPES]
-    options = parser(__doc__, names)
+    options = parser(__doc__, [*names, ALONE], "all but the last one")
     options.add_argument("--ram", type=float, metavar="PERCENT", help="of the records' bytes; default: 100")
     options.add_argument("--train", default="", help="options of bunkbed train, such as '--recipe fast'")
-    chosen = chosen_by(options, names, arguments)
+    chosen = chosen_by(options, [*names, ALONE], arguments)
     for name in chosen.names or (["tiny"] if chosen.tiny else names):
         figures: dict[str, list[tuple[dict[str, float], float]]] = {}
         for seed in range(1 if chosen.tiny else chosen.seeds):
@@ -117,6 +120,8 @@ def say(name: str, side: str, k: int, each: list[tuple[dict[str, float], float]]
 def sides(folder: Path, pairs: Pairs, chosen: Any, seed: int) -> Any:
     """Yield the name of each side, its quality and its seconds."""
     yield "bunkbed train", bunkbed(folder, pairs, chosen, seed)
+    if pairs.held is None:
+        return
     for name in ("als", "bpr"):
         begin = time.perf_counter()
         try:
@@ -135,6 +140,10 @@ def pairs_of(name: str, data: Path, seed: int) -> Pairs:
         return generated(SHAPES[name], seed)
     if name == "gowalla":
         return Pairs(adjacency(data / FILES["gowalla"]["path"]), adjacency(data / FILES["gowalla"]["test"]))
+    if name == ALONE:
+        files = [str(data / FILES["ml1m"][one]) for one in ("path", "test_negatives")]
+        pairs = read_dataset(files[0]).train
+        return Pairs(np.stack([pairs.users, pairs.items], 1), None, source=(files[0], "--test-negatives", files[1]))
     path = data / "ml-100k" / "ml-100k.inter.gz"
     found = read_dataset(path, time_col="timestamp:float", split="last")
     train, held = (np.stack([part.users, part.items], 1) for part in (found.train, found.test) if part is not None)
@@ -165,7 +174,7 @@ def generated(shape: Shape, seed: int) -> Pairs:
 
 def bunkbed(folder: Path, pairs: Pairs, chosen: Any, seed: int) -> tuple[dict[str, float], float]:
     """Train with the command line; return quality and seconds."""
-    for name in ("train", "held"):
+    for name in () if pairs.source else ("train", "held"):
         text = "".join(f"{user},{item}\n" for user, item in getattr(pairs, name).tolist())
         (folder / f"{name}.csv").write_text("user,item\n" + text)
     source = pairs.source or (str(folder / "train.csv"), "--test", str(folder / "held.csv"))

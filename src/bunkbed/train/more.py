@@ -43,7 +43,7 @@ from bunkbed.train.features.features import table_of
 from bunkbed.train.features.reading import SideFile, store_features
 from bunkbed.train.merge import Merged, merge_datasets
 from bunkbed.train.output.progress import Progress
-from bunkbed.train.refit import BEST, is_due, require_no_kept_snapshots
+from bunkbed.train.refit import BEST, require_no_kept_snapshots
 from bunkbed.train.settings.auto import Round
 from bunkbed.train.settings.config import TrainConfig
 from bunkbed.train.settings.run_config import CONFIG_NAME, DATA_NAME, read_config, write_config
@@ -162,7 +162,7 @@ def _finished(run: Run, config: TrainConfig) -> Progress:
     if not run.version:
         raise ValueError(f"{run.path}: has no commit yet; train it first: bunkbed train --resume {run.path}")
     progress, _ = Progress.from_meta(run.meta, config)
-    if is_due(config, progress.best_epoch):
+    if config.refit and progress.best_epoch:
         raise ValueError(
             f"{run.path}: its training on all pairs (--refit) is not finished; finish it first: bunkbed train --resume "
             f"{run.path}, with --no-refit to leave it out"

@@ -55,7 +55,6 @@ __all__ = [
     "begin",
     "chosen_progress",
     "finish",
-    "is_due",
     "locked",
     "remove_leftover",
     "require_no_kept_snapshots",
@@ -70,11 +69,6 @@ _MADE = (DATA_NAME, CONFIG_NAME, LOG_NAME, STREAM_FOLDER, f"{STREAM_FOLDER}.lock
 _CHOICE = "choice"
 #: The snapshot of a run's best epoch.
 BEST = "best"
-
-
-def is_due(config: TrainConfig, epoch: int | None) -> bool:
-    """Return whether a run that is trained to its end, with this best epoch, trains again on all pairs."""
-    return config.refit and bool(epoch)
 
 
 def _part(place: Path) -> Path:

@@ -366,9 +366,7 @@ def _go_on(session: Session, folder: Path, config: TrainConfig, changes: Json) -
 
     def remove_leftovers() -> None:
         remove_leftover(folder)
-        if config.refit:
-            refit.require_possible(folder)
-        else:
+        if not config.refit:
             refit.remove_leftover(folder)
 
     def read_to_the_end() -> None:
@@ -382,6 +380,8 @@ def _go_on(session: Session, folder: Path, config: TrainConfig, changes: Json) -
     run = open_run(folder, ram=config.table_ram_bytes)
     try:
         team.first("removing what a killed --more or --refit left", remove_leftovers)
+        if config.refit:
+            team.first("preparing the training on all pairs", lambda: refit.require_possible(folder))
         team.first("storing the interactions", read_to_the_end)
         data = (open_dataset if config.stream else load_dataset)(folder / DATA_NAME)
         stored = read_config(folder)
