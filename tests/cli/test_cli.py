@@ -31,8 +31,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What ``bunkbed train`` would start, without starting it."""
     calls: list[dict[str, Any]] = []
 
-    def start(_: Session, file: Path, reading: Any, features: Any, out: Path | None, undecided: Any) -> None:
-        calls.append({"file": file, "out": out, **undecided, **reading, **features})
+    def start(_: Session, file: Path, reading: Any, features: Any, out: Path, config: TrainConfig, given: Any) -> None:
+        calls.append({"file": file, "out": out, "config": config, **given, **reading, **features})
 
     monkeypatch.setattr(train_command, "_start", start)
     for name in ("fit_again", "conclude"):
@@ -160,7 +160,7 @@ def test_shared_choices_are_those_of_the_configuration() -> None:
 
 def test_defaults_are_those_of_the_configuration(cli: Run, started: list[dict[str, Any]]) -> None:
     assert cli("train", "a.csv")[0] == 0
-    assert TrainConfig.from_dict(started[0]["given"]) == TrainConfig()
+    assert TrainConfig.from_dict(started[0]["given"]) == started[0]["config"] == TrainConfig()
     assert started[0]["recipe"] == "default" and not set(AUTO) & set(started[0]["given"])
     assert started[0]["header"] == "auto" and started[0]["layout"] == "auto"
     assert (started[0]["item_features"], started[0]["feature_kinds"]) == (None, {})
@@ -180,7 +180,7 @@ def test_options_from_yaml_and_flags_win(cli: Run, started: list[dict[str, Any]]
         "who",
         True,
     )
-    assert {"dim", "lr", "batch_size"} == set(AUTO) & set(call["given"])
+    assert {"dim", "lr", "batch_size", "loss"} == set(AUTO) & set(call["given"])
     assert TrainConfig.from_dict(call["given"]) == TrainConfig(
         dim=8, lr=1e-2, batch_size=100, model="gmf", loss="bce", bias=True, ram="2GiB", valid="0.1", seed=7
     )

@@ -374,11 +374,17 @@ def test_movielens_with_its_candidates(cli: Run) -> None:
         str(folder / "train.tsv.gz"),
         *("--test", str(folder / "ml-1m.test.rating.gz")),
         *("--test-negatives", str(folder / "ml-1m.test.negative.gz")),
-        *("--model", "gmf", "--loss", "bce", "--dim", "8", "--ram", "2MiB", "--epochs", "1", "--lr", "0.01"),
+        *("--model", "gmf", "--dim", "8", "--ram", "2MiB", "--epochs", "1", "--lr", "0.01"),
         *("--eval-users", "100", "--out", "a", "--json"),
     )
     assert code == 0, err
-    outcome = json.loads(out.splitlines()[-1])
+    events = [json.loads(line) for line in out.splitlines()]
+    decided = next(event for event in events if event["kind"] == "auto")["options"]
+    assert decided["loss"] == {"value": "bce", "reason": "few items are ranked"}
+    assert decided["ranking"] == {"value": "sampled", "reason": "as the test"}
+    outcome = events[-1]
+    epoch = next(event for event in events if event["kind"] == "epoch")
+    assert epoch["ranking"].startswith("sampled ranking: 99 negatives")
     assert outcome["test"]["split"] == "test candidates" and outcome["test"]["num_users"] == 6040
     assert outcome["test"]["metrics"]["hr@10"] > 0.3
     found = json.loads(cli("recommend", "a", "--user", "17", "--json")[1])

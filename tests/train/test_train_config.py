@@ -128,10 +128,13 @@ def test_bytes_of_a_record_are_those_of_the_table(name, dtype):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("pairs", [0, 1, 63, 5_000, 100_000, 10**9])
 @pytest.mark.parametrize("given", [{}, {"loss": "bce"}, {"model": "neumf"}, {"loss": "softmax"}, {"optimizer": "sgd"}])
-def test_every_decision_is_a_valid_config_with_a_reason(recipe: str, pairs: int, given: dict[str, Any]) -> None:
-    config, reasons = decide(given, recipe, pairs=pairs, items=max(1, pairs // 10))
-    undecided = set() if RECIPES[recipe].refit else {"refit"}
-    assert set(reasons) == set(AUTO) - undecided and all(reasons.values())
+@pytest.mark.parametrize("candidates", [False, True])
+def test_every_decision_is_a_valid_config_with_a_reason(
+    recipe: str, pairs: int, given: dict[str, Any], candidates: bool
+) -> None:
+    config, reasons = decide(given, recipe, pairs=pairs, items=max(1, pairs // 10), candidates=candidates)
+    undecided = {"refit": not RECIPES[recipe].refit, "ranking": not candidates, "loss": "loss" in given}
+    assert set(reasons) == set(AUTO) - {name for name, is_so in undecided.items() if is_so} and all(reasons.values())
     others = {field.name for field in fields(TrainConfig)} - set(AUTO) - set(given)
     plain = TrainConfig()
     assert all(getattr(config, name) == getattr(plain, name) for name in others)
@@ -140,10 +143,10 @@ def test_every_decision_is_a_valid_config_with_a_reason(recipe: str, pairs: int,
 
 def test_what_is_given_stays() -> None:
     given = {
-        "dim": 7, "batch_size": 11, "negatives": 40, "share_negatives": False, "hardness": 0.25, "lr": 0.125,
-        "lr_decay": 0.75, "l2": 0.375, "epochs": 9, "patience": 5, "refit": False,
+        "loss": "bpr", "ranking": "full", "dim": 7, "batch_size": 11, "negatives": 40, "share_negatives": False,
+        "hardness": 0.25, "lr": 0.125, "lr_decay": 0.75, "l2": 0.375, "epochs": 9, "patience": 5, "refit": False,
     }  # fmt: skip
-    config, reasons = decide(given, "best", pairs=1_000_000, items=1_000)
+    config, reasons = decide(given, "best", pairs=1_000_000, items=1_000, candidates=True)
     assert reasons == {} and config == TrainConfig.from_dict(given)
 
 
@@ -159,6 +162,10 @@ def test_what_is_given_stays() -> None:
         ({"loss": "ccl"}, 800_000, 40_000, {"hardness": 0.0, "negatives": 1536, "l2": 0.0, "share_negatives": True}),
         ({"loss": "ccl"}, 5_000, 100, {"negatives": 25, "l2": 0.0}),
         ({"loss": "bce"}, 800_000, 40_000, {"share_negatives": False, "negatives": 8, "lr": 0.005, "hardness": 0.0}),
+        ({"loss": "bce"}, 800_000, 40_000, {"l2": 0.002}),
+        ({"loss": "bce"}, 5_000, 100, {"l2": 0.004}),
+        ({"loss": "bce", "model": "gmf"}, 800_000, 40_000, {"l2": 0.01}),  # its weight lengthens the rows
+        ({"loss": "bpr", "negatives": 8}, 800_000, 40_000, {"l2": 0.01}),
         ({"model": "neumf"}, 800_000, 40_000, {"share_negatives": False, "negatives": 8, "batch_size": 4096}),
         ({"negatives": 4}, 800_000, 40_000, {"share_negatives": False, "hardness": 0.0}),
         ({"negatives": 32}, 800_000, 40_000, {"share_negatives": True, "hardness": 3.0}),
@@ -172,3 +179,25 @@ def test_what_is_given_stays() -> None:
 def test_rules(given: dict[str, Any], pairs: int, items: int, expected: dict[str, Any]) -> None:
     config, _ = decide(given, "default", pairs=pairs, items=items)
     assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "candidates", "expected"),
+    [
+        ({}, False, ("bpr", "full")),
+        ({}, True, ("bce", "sampled")),
+        ({"ranking": "sampled"}, False, ("bce", "sampled")),
+        ({"ranking": "full"}, True, ("bpr", "full")),
+        ({"model": "gmf"}, True, ("bce", "sampled")),
+        ({"model": "sasrec"}, True, ("softmax", "sampled")),
+        ({"loss": "softmax"}, True, ("softmax", "sampled")),
+        ({"negatives": 256}, True, ("bpr", "sampled")),
+        ({"share_negatives": True}, True, ("bpr", "sampled")),
+        ({"hardness": 2.0}, True, ("bpr", "sampled")),
+    ],
+)
+def test_the_loss_is_for_the_items_that_are_ranked(
+    given: dict[str, Any], candidates: bool, expected: tuple[str, str]
+) -> None:
+    config, _ = decide(given, "default", pairs=100_000, items=1_000, candidates=candidates)
+    assert (config.loss, config.ranking) == expected

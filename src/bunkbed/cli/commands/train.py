@@ -45,7 +45,7 @@ from bunkbed.train.features.features import ABOUT_NAME
 from bunkbed.train.features.reading import KINDS
 from bunkbed.train.output.progress import FREE_TO_CHANGE, Progress
 from bunkbed.train.processes.team import join_team
-from bunkbed.train.settings.auto import AUTO, Round, decide, decide_round
+from bunkbed.train.settings.auto import AUTO, Round, decide, decide_loss, decide_round
 from bunkbed.train.settings.config import TrainConfig
 from bunkbed.train.settings.option import LEARNING, RUN
 from bunkbed.train.settings.run_config import DATA_NAME, read_config, write_config
@@ -146,9 +146,8 @@ def train(
     given = given_options(context)
     if time_col is not None and test is None and test_negatives is None and "split" not in given:
         options["split"] = "last"
-    if options["model"] == "sasrec" and "loss" not in given:
-        options["loss"] = "softmax"
-    new_config = _checked(options) if resume is None else None
+    asked, _ = decide_loss(options, candidates=test_negatives is not None)
+    new_config = _checked(asked) if resume is None else None
     reading: Json = {
         "user_col": user_col,
         "item_col": item_col,
@@ -189,7 +188,7 @@ def train(
         assert file is not None and new_config is not None
         reading |= {"test": test, "test_negatives": test_negatives}
         undecided = {"recipe": recipe.value, "given": options}
-        trained = _start(session, file, reading, features, out, undecided)
+        trained = _start(session, file, reading, features, out, new_config, undecided)
     return conclude(session, fit_again(session, trained))
 
 
@@ -203,7 +202,9 @@ def _with_configured(command: Callable[..., int]) -> None:
 _with_configured(train)
 
 
-def _start(session: Session, file: Path, reading: Json, features: Json, out: Path | None, undecided: Json) -> Trained:
+def _start(
+    session: Session, file: Path, reading: Json, features: Json, out: Path | None, config: TrainConfig, undecided: Json
+) -> Trained:
     """Read the data, create the run folder, train. A failure before the first commit removes a new folder."""
     import bunkbed
     from bunkbed.torch import open_run
@@ -212,7 +213,7 @@ def _start(session: Session, file: Path, reading: Json, features: Json, out: Pat
     from bunkbed.train.data.store import load_dataset, open_dataset, save_dataset
     from bunkbed.train.loop import Trainer
 
-    config, team, console = _checked(undecided["given"]), session.team, session.console
+    team, console = session.team, session.console
     read: list[Dataset] = []  # on rank 0
 
     def begin() -> str:
@@ -275,7 +276,13 @@ def _decided(session: Session, undecided: Json, data: Dataset, num_drawn: int) -
         num_drawn: the items from which negatives are drawn.
     """
     try:
-        config, reasons = decide(undecided["given"], undecided["recipe"], pairs=len(data.train), items=num_drawn)
+        config, reasons = decide(
+            undecided["given"],
+            undecided["recipe"],
+            pairs=len(data.train),
+            items=num_drawn,
+            candidates=data.candidates is not None,
+        )
     except (ValueError, TypeError) as error:
         raise UsageProblem(str(error)) from error
     values = config.to_dict()

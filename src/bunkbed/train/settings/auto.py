@@ -2,16 +2,20 @@
 
 The rules of `default` were chosen on held-out training pairs of Gowalla, MovieLens-100k and generated data, in uniform
 order, in sight of the test pairs; dim and penalty of `best` on Gowalla's test pairs; the rate for own negatives on
-held-out pairs of MovieLens-100k and MovieLens-1M; those of `sasrec` on MovieLens-100k and a planted Markov chain.
-`fast` was not measured. What they reach, without options, is printed by
-``python -m benchmarks.cases.training.untuned`` and ``benchmarks.cases.recommenders.sequences``.
+held-out pairs of MovieLens-100k and MovieLens-1M, as were, in sight of the test pairs, the loss of sampled rankings and
+the penalty of `mf` under `bce`; those of `sasrec` on MovieLens-100k and a planted Markov chain. `fast` was not
+measured. What they reach, without options, is printed by ``python -m benchmarks.cases.training.untuned`` and
+``benchmarks.cases.recommenders.sequences``.
 
+- The loss is `bce` where held-out items are ranked among a few drawn ones: every item must then be better than most,
+  and few need to be better than all. `bpr` with hard negatives is for the first ranks of all items.
 - `bpr`, `softmax` and `ccl` (not with `neumf`, whose perceptron runs for every negative): the pairs of a step share
   their negatives, so a step has hundreds and touches few rows. Under `bpr` the hard ones weigh more.
 - `ccl` has more negatives: one counts only where its cosine is above the margin. The penalty is 0, as
   cosines do not depend on the lengths of rows.
 - `sasrec`: more epochs at a lower rate, without a penalty; its predictions always share their negatives.
-- Other losses and `neumf`: each pair has a few negatives of its own.
+- Other losses and `neumf`: each pair has a few negatives of its own. The penalty of `mf` under `bce` is small: its
+  scores are log-odds, which need long rows, while `gmf` and `neumf` have a weight that lengthens them.
 - The learning rate falls by the same factor after each epoch, to about a tenth in the last one. Training stops earlier
   after evaluations without a better metric.
 - `best` trains again on all pairs, for as many epochs as were best on those without the held-out ones.
@@ -26,7 +30,7 @@ from typing import NamedTuple
 from bunkbed.core.types import Json
 from bunkbed.train.settings.config import TrainConfig
 
-__all__ = ["AUTO", "RECIPES", "Recipe", "Round", "decide", "decide_round"]
+__all__ = ["AUTO", "RECIPES", "Recipe", "Round", "decide", "decide_loss", "decide_round"]
 
 # A step has at most this share of the pairs, so that an epoch has at least 64 steps.
 _STEPS = 64
@@ -38,6 +42,8 @@ _NEGATIVE_SHARE = 4
 # `ccl` has so many times the negatives of a recipe.
 _COSINE_NEGATIVES = 6
 _OWN_NEGATIVES, _OWN_BATCH = 8, 4096
+# The penalty is divided by this number: with own negatives, and by that under `mf` with `bce`.
+_OWN_PENALTY, _LOG_ODDS_PENALTY = 4, 20
 # Fewer given negatives are taken as each pair's own.
 _LEAST_SHARED = 32
 # `sasrec` has so many times the epochs and the patience of a recipe.
@@ -71,12 +77,41 @@ RECIPES = {
 
 #: Options that a recipe decides.
 AUTO = (
-    "dim", "batch_size", "negatives", "share_negatives", "hardness", "lr", "lr_decay", "l2", "epochs", "patience",
-    "refit",
+    "loss", "ranking", "dim", "batch_size", "negatives", "share_negatives", "hardness", "lr", "lr_decay", "l2",
+    "epochs", "patience", "refit",
 )  # fmt: skip
 
 
-def decide(given: Json, recipe: str, *, pairs: int, items: int) -> tuple[TrainConfig, dict[str, str]]:
+def decide_loss(given: Json, *, candidates: bool) -> tuple[Json, dict[str, str]]:
+    """Return the options with loss and ranking decided, and the reason of each decision by the option's name.
+
+    They do not depend on the data.
+
+    Args:
+        given: options that have a value already.
+        candidates: whether the test comes with the items that it ranks.
+
+    >>> decide_loss({"loss": "bpr"}, candidates=True)
+    ({'loss': 'bpr', 'ranking': 'sampled'}, {'ranking': 'as the test'})
+    """
+    found = {}
+    sampled = given.get("ranking", "sampled" if candidates else "full") == "sampled"
+    if given.get("model") == "sasrec":
+        found["loss"] = ("softmax", "model sasrec")
+    elif sampled and not given.keys() & {"negatives", "share_negatives", "hardness"}:
+        found["loss"] = ("bce", "few items are ranked")
+    else:
+        found["loss"] = ("bpr", "negatives are given" if sampled else "all items are ranked")
+    if candidates:
+        found["ranking"] = ("sampled", "as the test")
+    decided = {name: each for name, each in found.items() if name not in given}
+    values = {name: value for name, (value, _) in decided.items()}
+    return {**given, **values}, {name: reason for name, (_, reason) in decided.items()}
+
+
+def decide(
+    given: Json, recipe: str, *, pairs: int, items: int, candidates: bool = False
+) -> tuple[TrainConfig, dict[str, str]]:
     """Return the config with all options decided, and the reason of each decision by the option's name.
 
     A pure function of its arguments.
@@ -86,6 +121,7 @@ def decide(given: Json, recipe: str, *, pairs: int, items: int) -> tuple[TrainCo
         recipe: a key of `RECIPES`.
         pairs: number of training pairs, before any is held out.
         items: number of items.
+        candidates: whether the test comes with the items that it ranks.
 
     Raises:
         ValueError: an option is out of range, or two do not fit each other.
@@ -96,6 +132,7 @@ def decide(given: Json, recipe: str, *, pairs: int, items: int) -> tuple[TrainCo
     >>> reasons["batch_size"]
     '782 steps an epoch'
     """
+    given, reasons = decide_loss(given, candidates=candidates)
     asked = TrainConfig.from_dict(given)
     rules = RECIPES[recipe]
     times = _SEQUENCE_TIMES if asked.is_sequential else 1
@@ -114,7 +151,8 @@ def decide(given: Json, recipe: str, *, pairs: int, items: int) -> tuple[TrainCo
     negatives = max(1, min(wanted, room)) if shared else _OWN_NEGATIVES
     rates = _SEQUENCE_RATES if asked.is_sequential else _RATES
     source = f"recipe {recipe}" if shared else "each pair's own"
-    l2 = (rules.l2 if shared else rules.l2 / 4) * (2 if few else 1)
+    log_odds = asked.loss == "bce" and asked.model == "mf"
+    l2 = rules.l2 / (1 if shared else _LOG_ODDS_PENALTY if log_odds else _OWN_PENALTY) * (2 if few else 1)
     needless = (
         "dropout in its place" if asked.is_sequential else "cosines have no lengths" if asked.loss == "ccl" else ""
     )
@@ -140,7 +178,7 @@ def decide(given: Json, recipe: str, *, pairs: int, items: int) -> tuple[TrainCo
         found["refit"] = (True, "on all pairs, once the epoch is chosen")
     decided = {name: each for name, each in found.items() if name not in given}
     config = TrainConfig.from_dict({**given, **{name: value for name, (value, _) in decided.items()}})
-    return config, {name: reason for name, (_, reason) in decided.items()}
+    return config, reasons | {name: reason for name, (_, reason) in decided.items()}
 
 
 class Round(NamedTuple):
