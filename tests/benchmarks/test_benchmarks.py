@@ -86,6 +86,14 @@ def test_untuned_judges_every_side_alike(tmp_path: Path) -> None:
     assert 0.2 < ndcg["bunkbed train"] < ndcg["planted optimum"]
 
 
+def test_attainable_is_between_chance_and_the_optimum(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    done = run("-m", "benchmarks.cases.recommenders.attainable", "--tiny", "--dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("tiny ") and 0.6 < float(last.split(": ")[1].rstrip("%")) / 100 < 1
+
+
 def test_sequences_judges_every_side_alike(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     done = run(
