@@ -146,8 +146,7 @@ def train(
     given = given_options(context)
     if time_col is not None and test is None and test_negatives is None and "split" not in given:
         options["split"] = "last"
-    asked, _ = decide_loss(options, candidates=test_negatives is not None)
-    new_config = _checked(asked) if resume is None else None
+    new_config = _checked(decide_loss(options, candidates=test_negatives is not None)[0]) if resume is None else None
     reading: Json = {
         "user_col": user_col,
         "item_col": item_col,

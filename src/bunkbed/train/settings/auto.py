@@ -42,7 +42,7 @@ _NEGATIVE_SHARE = 4
 # `ccl` has so many times the negatives of a recipe.
 _COSINE_NEGATIVES = 6
 _OWN_NEGATIVES, _OWN_BATCH = 8, 4096
-# The penalty is divided by this number: with own negatives, and by that under `mf` with `bce`.
+# With own negatives the penalty is divided by the first number; where `mf` has the loss `bce`, by the second.
 _OWN_PENALTY, _LOG_ODDS_PENALTY = 4, 20
 # Fewer given negatives are taken as each pair's own.
 _LEAST_SHARED = 32
