@@ -1,5 +1,6 @@
 #include "recsys/ranks.h"
 
+#include <algorithm>
 #include <limits>
 #include <string>
 
@@ -11,6 +12,14 @@ namespace bunkbed {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+// Scores that are compared with a floor at once: few are above it, and the compiler compares several per instruction.
+constexpr size_t kRun = 16;
+
+bool any_above(const float* scores, float floor) {
+  int found = 0;
+  for (size_t i = 0; i < kRun; ++i) found |= static_cast<int>(scores[i] > floor);
+  return found != 0;
+}
 
 void require_starts(const ScoreBlock& block, const RowFloors& floors) {
   for (size_t r = 0; r <= block.rows; ++r) {
@@ -58,16 +67,20 @@ void keep_best(const ScoreBlock& block, size_t num_hidden, const int64_t* hidden
     const float* const row = block.scores + r * block.stride;
     float* const scores = best.scores + r * k;
     int64_t* const columns = best.columns + r * k;
-    for (size_t c = 0; c < block.columns; ++c) {
-      if (!(row[c] > scores[k - 1])) continue;
-      // Before the first worse score: one that is as good has a smaller column.
-      size_t at = k - 1;
-      for (; at > 0 && scores[at - 1] < row[c]; --at) {
-        scores[at] = scores[at - 1];
-        columns[at] = columns[at - 1];
+    for (size_t first = 0; first < block.columns; first += kRun) {
+      const size_t end = std::min(first + kRun, block.columns);
+      if (end - first == kRun && !any_above(row + first, scores[k - 1])) continue;
+      for (size_t c = first; c < end; ++c) {
+        if (!(row[c] > scores[k - 1])) continue;
+        // Before the first worse score: one that is as good has a smaller column.
+        size_t at = k - 1;
+        for (; at > 0 && scores[at - 1] < row[c]; --at) {
+          scores[at] = scores[at - 1];
+          columns[at] = columns[at - 1];
+        }
+        scores[at] = row[c];
+        columns[at] = first_column + static_cast<int64_t>(c);
       }
-      scores[at] = row[c];
-      columns[at] = first_column + static_cast<int64_t>(c);
     }
   }
 }

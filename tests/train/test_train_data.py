@@ -22,7 +22,8 @@ from bunkbed.train.data.interactions import (  # noqa: E402
     read_dataset,
     read_interactions,
 )
-from bunkbed.train.data.store import load_dataset, load_vocabs, save_dataset, seen_items  # noqa: E402
+from bunkbed.train.data.store import load_dataset, load_vocabs, save_dataset, seen_items, write_rows  # noqa: E402
+from bunkbed.train.data.stored import StoredVocab  # noqa: E402
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the real data is not at {DATA}")
@@ -506,6 +507,23 @@ def test_vocab_finds_and_suggests() -> None:
         words.index("Ana", what="user")
     with pytest.raises(IndexError, match=r"index 3 at position 1 is outside \[0, 3\)"):
         words.decode([0, 3])
+
+
+@pytest.mark.parametrize("labels", [[*range(90, 100)], ["a", *"cbdefghij"]])
+@pytest.mark.parametrize("stored", [False, True])
+def test_labels_are_taken_from_several_parts(labels: list[int] | list[str], stored: bool, tmp_path: Path) -> None:
+    vocab = Vocab.of(labels)
+    if stored:
+        batch = pa.record_batch({"label": vocab.array})
+        write_rows(tmp_path / "labels.parquet", batch.schema, [batch], row_group=3)
+        vocab = StoredVocab(tmp_path / "labels.parquet")
+    for wanted in ([8, 0, 8, 3, 2, 9], [4], []):
+        taken = vocab.take(np.array(wanted, dtype=np.int64))
+        assert taken.to_pylist() == vocab.decode(wanted) == [labels[at] for at in wanted]
+        assert taken.type == (pa.int64() if vocab.kind == "int" else pa.string())
+    for outside in (-1, 10):
+        with pytest.raises(IndexError, match=rf"index {outside} at position 1 is outside \[0, 10\)"):
+            vocab.take(np.array([3, outside]))
 
 
 @needs_data

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +143,24 @@ def test_everyone_gets_what_each_would_get_alone(run: Path, tmp_path: Path) -> N
             model.recommend("u7", items=["i3", "i33"])
         with pytest.raises(ValueError, match="k must be at least 1, got 0"):
             model.recommend("u7", 0, items=["i1"])
+
+
+def test_everyone_without_pandas(run: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "import sys\n"
+        "tried = set()\n"
+        "class Watch:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        tried.add(name)\n"
+        "sys.meta_path.insert(0, Watch())\n"
+        "from bunkbed.train import Recommender\n"
+        "with Recommender.load(sys.argv[1]) as model:\n"
+        "    model.write(sys.argv[2])\n"
+        "assert 'pandas' not in tried, 'it takes 0.4 s to import, and nothing here needs it'\n"
+    )
+    arguments = [sys.executable, "-c", program, str(run), str(tmp_path / "top.parquet")]
+    subprocess.run(arguments, check=True, capture_output=True, timeout=120)
 
 
 def test_users_and_items_of_files(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from bunkbed.files.durable import make_file, put_in_place
 from bunkbed.run.run import Run
 from bunkbed.train.data.interactions import Interactions, read_interactions
 from bunkbed.train.data.store import load_vocabs, open_known_pairs, seen_items
-from bunkbed.train.data.vocab import DataError, Int64Array, Label, Vocab
+from bunkbed.train.data.vocab import DataError, Int64Array, Label, Vocab, arrow_of
 from bunkbed.train.evaluate.new_users import scorer_of_new_users
 from bunkbed.train.evaluate.recommend import Best, best_items, known_pairs, recommend
 from bunkbed.train.models.featured import features_of_run
@@ -228,9 +228,9 @@ class Recommender:
             rows = best.items[owners, places]
             columns = {
                 "user": vocab.take(best.users[owners]),
-                "rank": pa.array(places + 1, pa.int32()),
+                "rank": arrow_of((places + 1).astype(np.int32)),
                 "item": self.items.take(rows),
-                "score": pa.array(best.scores[owners, places]),
+                "score": arrow_of(best.scores[owners, places]),
             }
             yield pa.record_batch(columns)
 

@@ -15,7 +15,7 @@ from bunkbed.core.types import Json
 from bunkbed.files.durable import make_file, put_in_place, replace_file, require_real
 from bunkbed.train.data.interactions import ABOUT, Dataset, dataset_of
 from bunkbed.train.data.stored import StoredInteractions, StoredVocab, opened
-from bunkbed.train.data.vocab import DataError, Int64Array, Vocab
+from bunkbed.train.data.vocab import DataError, Int64Array, Vocab, numbers_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -153,7 +153,7 @@ def seen_items(folder: PathLike, user: int) -> Int64Array:
                     if bounds is not None and not bounds.min <= user <= bounds.max:
                         continue
                     table = file.read_row_group(group)
-                    parts.append(table["item"].to_numpy()[table["user"].to_numpy() == user])
+                    parts.append(numbers_of(table["item"])[numbers_of(table["user"]) == user])
     return np.concatenate(parts)
 
 

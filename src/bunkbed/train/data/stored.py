@@ -14,7 +14,7 @@ import numpy as np
 
 from bunkbed.core.types import Array
 from bunkbed.train.data.interactions import Interactions
-from bunkbed.train.data.vocab import DataError, Float32Array, Int64Array, Vocab
+from bunkbed.train.data.vocab import DataError, Float32Array, Int64Array, Vocab, numbers_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -125,7 +125,7 @@ class StoredInteractions(Interactions):
 
     def _read(self, column: str) -> Array:
         with opened(self._path) as file:
-            values: Array = file.read(columns=[column])[column].to_numpy()
+            values: Array = numbers_of(file.read(columns=[column])[column])
         return values
 
     def __len__(self) -> int:
@@ -136,13 +136,15 @@ class StoredInteractions(Interactions):
         with opened(self._path) as file:
             for group in range(file.num_row_groups):
                 table = file.read_row_group(group)
-                yield table["user"].to_numpy(), table["item"].to_numpy()
+                yield numbers_of(table["user"]), numbers_of(table["item"])
 
     def weight_batches(self) -> Iterator[Float32Array | None]:
         """As `Interactions.weight_batches`."""
         with opened(self._path) as file:
             for group in range(file.num_row_groups):
-                yield file.read_row_group(group, columns=["weight"])["weight"].to_numpy() if self._is_weighted else None
+                yield (
+                    numbers_of(file.read_row_group(group, columns=["weight"])["weight"]) if self._is_weighted else None
+                )
 
     def replace(self, users: Int64Array, items: Int64Array, weights: Float32Array | None = None) -> Interactions:
         """As `Interactions.replace`; the result is in memory."""
