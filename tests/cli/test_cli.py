@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import subprocess
 import sys
@@ -79,6 +80,12 @@ def test_help_loads_nothing_heavy() -> None:
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=60)
+
+
+def test_a_call_from_a_program_leaves_its_collector_alone(cli: Run) -> None:
+    before = gc.get_threshold(), gc.get_freeze_count()
+    assert cli("--version")[0] == 0
+    assert (gc.get_threshold(), gc.get_freeze_count()) == before
 
 
 def test_python_dash_m() -> None:

@@ -41,16 +41,20 @@ def rewritten_definition(table: Table, dtype: str | None, optimizer: _optim.Opti
     return replace(Definition.of(table), optimizer=definition, dtype=table.dtype if dtype is None else dtype)
 
 
-def rewrite_rows(table: Table, copied: Table, progress: Callable[[int, int], None] | None) -> int:
+def rewrite_rows(
+    table: Table, copied: Table, progress: Callable[[int, int], None] | None, *, scale: float = 1.0
+) -> int:
     """Copy every stored row, in chunks; return how many. The copy has the table's step number.
 
-    Slots that both tables have are copied; the others have their initial values.
+    Slots that both tables have are copied; the others have their initial values. Weights are multiplied by `scale`.
     """
     slots = ["weight", *(slot for slot in table.slots if slot in copied.slots)]
     into = [copied.field(slot) for slot in slots] + copied.usage_fields
     chunk = max(256, min(65_536, _CHUNK_BYTES // (4 * table.dim)))
     total, done = len(table), 0
     for ids, every in table.scan_fields([table.field(slot) for slot in slots] + table.usage_fields, chunk):
+        if scale != 1.0:
+            every[0] = every[0] * np.float32(scale)
         for (field, _), values in zip(into, every, strict=True):
             copied.core.set(ids, field, values)
         done += len(ids)

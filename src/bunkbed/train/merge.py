@@ -38,12 +38,14 @@ class Merged:
 
     Attributes:
         pairs: new pairs.
+        known: the new pairs whose user and item both had pairs, for training or split off as a test.
         users: new users.
         items: new items.
         repeated: pairs of the file that are left out, because the file or the dataset has them already.
     """
 
     pairs: int
+    known: int
     users: int
     items: int
     repeated: int
@@ -65,7 +67,7 @@ def merge_datasets(old: Path, new: Path, into: Path, ram_bytes: int | None) -> M
     _require_weights(data, more)
     with Sorter(into / "merging", ram_bytes, is_stored=True) as sorter:
         added = {what: _merge_labels(sorter, what, old, new, into, more) for what in ("user", "item")}
-        repeated = _merge_pairs(sorter, data, more)
+        repeated, known = _merge_pairs(sorter, data, more)
         if data.split != "random":
             take_test(sorter, data.split, more.source)
         for name in ("train", "test"):
@@ -76,7 +78,7 @@ def merge_datasets(old: Path, new: Path, into: Path, ram_bytes: int | None) -> M
     if data.split == "random":
         about["train"]["rounds"] = [*data.train.rounds, len(data.train)]
     write_description(into, about)
-    return Merged(len(more) - repeated, added["user"], added["item"], repeated + more.duplicates)
+    return Merged(len(more) - repeated, known, added["user"], added["item"], repeated + more.duplicates)
 
 
 def _require_weights(data: Dataset, more: Interactions) -> None:
@@ -147,8 +149,8 @@ def _labels(path: Path, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
             yield batch.cast(schema)
 
 
-def _merge_pairs(sorter: Sorter, data: Dataset, more: Interactions) -> int:
-    """Make the table ``pairs`` as of `Reading`; return how many new pairs are left out.
+def _merge_pairs(sorter: Sorter, data: Dataset, more: Interactions) -> tuple[int, int]:
+    """Make the table ``pairs`` as of `Reading`; return how many new pairs are left out, and `Merged.known`.
 
     Raises:
         DataError: no pair is new.
@@ -172,7 +174,11 @@ def _merge_pairs(sorter: Sorter, data: Dataset, more: Interactions) -> int:
     )
     if not kept:
         raise DataError(f"{more.source}: has no new pair: the run has each of its {len(more):,} pairs already")
-    return len(more) - kept
+    had = " AND ".join(
+        f'"{what}" IN (SELECT "{what}" FROM pairs WHERE place < {end} AND NOT is_test)' for what in ("user", "item")
+    )
+    (known,) = sorter.row(f"SELECT count(*) FROM pairs WHERE place >= {end} AND {had}")
+    return len(more) - kept, known
 
 
 def _stream(sorter: Sorter, pairs: Interactions) -> None:

@@ -5,7 +5,8 @@ Protocol. A process that is killed at any point leaves the old or the new run at
 1. The writer's lock of the run is taken, so its last commit stays the last.
 2. The new run is made in ``.NAME.more`` next to the path, after the removal of a folder that an earlier process left
    there: the dataset (`bunkbed.train.merge`), the tables and one commit. The rows are those of the best epoch,
-   with their optimizer state; a new row is what a larger table of the same seed has there.
+   times a number that the round decides, with their optimizer state; a new row is what a larger table of the same seed
+   has there.
 3. One system call exchanges the two folders (`bunkbed.files.durable.replacing`), and their parent folder is synced.
    From then on the new run exists.
 4. The old run, now at ``.NAME.more``, is removed.
@@ -50,8 +51,8 @@ from bunkbed.train.settings.run_config import CONFIG_NAME, DATA_NAME, read_confi
 
 __all__ = ["add_interactions", "remove_leftover"]
 
-#: Decides the round, by the progress of the run.
-Decide = Callable[[Progress], Round]
+#: Decides the round, by the progress of the run and by what the file added.
+Decide = Callable[[Progress, Merged], Round]
 
 
 def _part(place: Path) -> Path:
@@ -131,22 +132,24 @@ def _make(
         grown = open_dataset(data)
         sizes = {"user": grown.num_users, "item": grown.num_items, "item_bias": grown.num_items}
         sizes |= {table_of(side): of_side["features"] for side, of_side in about.items()}
-        epochs, lr_scale, lr_decay = decide(progress)
-        config = replace(config, epochs=progress.epoch + epochs)
+        chosen = decide(progress, merged)
+        config = replace(config, epochs=progress.epoch + chosen.epochs)
         progress = Progress(
             epoch=progress.epoch,
             global_step=progress.global_step,
             before=progress.epoch,
             first=progress.first or progress.epoch,
-            lr_scale=lr_scale,
-            lr_decay=lr_decay,
+            lr_scale=chosen.lr_scale,
+            lr_decay=chosen.lr_decay,
         )
         with Run(place, half, mode="r", snapshot=best) as run:
             for name in run.table_names:
                 table = run.table(name)
                 shards = {"shards": table.num_shards} if isinstance(table, Shards) else {}
                 create = {**replace(Definition.of(table), num_rows=sizes[name]).arguments(), **shards}
-                rewrite_rows(table, new.table(name, create=create), None)
+                # All scores are multiplied by the same number, so their order stays.
+                scale = chosen.row_scale ** (2 if name == "item_bias" else 1)
+                rewrite_rows(table, new.table(name, create=create), None, scale=scale)
             dense = {name: run.read(name) for name in run.files}
         new.commit(dense, progress.to_meta(config), best)
     link_others(place, part, {DATA_NAME, STREAM_FOLDER, CONFIG_NAME, "test.json"})

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,11 @@ def merged(folder: Path, old: Path, new: Path, **options: Any) -> tuple[Dataset,
     return load_dataset(folder / "c"), found
 
 
+def num_known(old: list[tuple[Any, Any]], new: list[tuple[Any, Any]]) -> int:
+    users, items = {user for user, _ in old}, {item for _, item in old}
+    return sum(user in users and item in items for user, item in {*new} - {*old})
+
+
 @pytest.mark.parametrize("by", ["random", "last", "time:0.8"])
 def test_merged_pairs_are_those_of_one_file(by: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
@@ -110,6 +116,7 @@ def test_merged_pairs_are_those_of_one_file(by: str, tmp_path: Path) -> None:
     assert data.train.item_vocab.array.equals(expected.train.item_vocab.array)
     assert (data.cold_users, data.cold_items) == (expected.cold_users, expected.cold_items)
     assert found.pairs + found.repeated == 200 and found.users > 3 and found.items > 3
+    assert found.known == num_known(drawn[:500], drawn[500:]) < found.pairs
     parts = ["train"] if by == "random" else ["train", "test"]
     for part in parts:
         # With `last` the test of the old file comes after its other pairs; the order within a user is the same.
@@ -176,7 +183,7 @@ def test_a_separate_test_stays_and_is_not_trained_on(tmp_path: Path) -> None:
     assert labels(data) == [("a", 1), ("a", 2), ("b", 1), ("c", 1), ("d", 8)]
     assert labels(data, "test") == [("b", 2), ("c", 7)]
     assert (data.cold_users, data.cold_items) == (0, 1)  # c has a pair to train on now
-    assert found == Merged(pairs=2, users=1, items=1, repeated=1)
+    assert found == Merged(pairs=2, known=0, users=1, items=1, repeated=1)
 
 
 def test_weights_keep_their_scale(tmp_path: Path) -> None:
@@ -220,7 +227,12 @@ def test_a_round_goes_on_from_the_best_epoch(cli: Run, files: Path) -> None:
     assert users_added > 0 and items_added > 0 and added > 50
     said = f"new.csv  {added} new pairs, {users_added} new users, {items_added} new items; {89 - added} repeated pairs"
     assert out.splitlines()[0].startswith(said)
-    assert "auto    lr 0.01 (half of the run's), lr-decay 0.2 (to a fifth in 2 epochs)" in out.splitlines()[1]
+    known = num_known(labels(before), labels(data)) / added
+    assert 0.5 < known < 1
+    rate, rows = round(1.5 - known, 3), round(1 - 0.3 * known, 3)
+    why = f"the run's times {rate:g}: users and items of {100 * known:.0f} % of the new pairs had pairs"
+    assert out.splitlines()[1].startswith(f"auto    lr {0.02 * rate} ({why}), lr-decay 0.2 (")
+    assert out.splitlines()[2] == f"rows    the round begins with the trained rows times {rows:g}"
     assert [epoch for epoch, _, _ in metrics_of("run")] == [1, 2, 3, 4] and metrics_of("run")[:2] == first
     assert labels(data)[: len(before.train)] == labels(before)
     with Recommender.load("run") as model:
@@ -252,15 +264,19 @@ def test_the_larger_tables_are_the_old_ones_and_initial_rows(cli: Run, files: Pa
 
     for name in ("_go_on", "fit_again", "conclude"):
         monkeypatch.setattr(f"bunkbed.cli.commands.train.{name}", lambda *_: 0)
-    assert cli("train", *ROUND)[0] == 0
+    code, out, _ = cli("train", *ROUND, "--json")
+    said = json.loads(out.splitlines()[0])
+    rate, row_scale = 1.5 - said["known"] / said["pairs"], said["row_scale"]
+    assert code == 0 and 0.7 < row_scale < 1
     with bb.Run("run", mode="r") as run:
         progress, config = Progress(**run.meta["progress"]), TrainConfig.of_run(run.meta["config"])
         assert (progress.epoch, config.epochs, best < 6) == (6, 8, True)  # else the best rows are the last ones
-        assert [progress.lr_factor(epoch, config) for epoch in (7, 8)] == pytest.approx([0.5, 0.1])
+        assert [progress.lr_factor(epoch, config) for epoch in (7, 8)] == pytest.approx([rate, rate / 5], rel=1e-3)
         assert run.snapshots() == {"best": run.version}
         for name in run.table_names:
             table, rows = run.table(name), len(old[name]["weight"])
             assert table.num_rows is not None and table.num_rows > rows and table.step == old[name]["step"]
+            old[name]["weight"] *= np.float32(row_scale**2 if name == "item_bias" else row_scale)
             for slot in ("weight", *table.slots):
                 assert table.get(np.arange(rows), slot).tobytes() == old[name][slot].tobytes()
             with bb.create(
@@ -395,14 +411,23 @@ def test_other_columns_are_read_where_they_are_named(cli: Run, files: Path) -> N
     assert code == 0, err
     first = json.loads(out.splitlines()[0])
     assert first["kind"] == "more" and (first["pairs"], first["users"], first["repeated"]) == (2, 1, 0)
-    assert first["options"]["lr"] == {"value": 0.01, "reason": "half of the run's"}
+    why = "the run's times 1.5: users and items of 0 % of the new pairs had pairs"
+    assert first["options"]["lr"] == {"value": 0.03, "reason": why} and first["row_scale"] == 1
     assert "late" in load_dataset("run/data").train.user_vocab.array.to_pylist()
 
 
 def test_rule_of_the_round() -> None:
-    config = TrainConfig(lr=0.01)
-    (found, reasons) = decide_round({}, config, epochs=13)
-    assert found == (4, 0.5, 0.585) and set(reasons) == {"epochs", "lr", "lr_decay"}
-    assert [decide_round({}, config, epochs=epochs)[0].epochs for epochs in (1, 4, 5)] == [1, 1, 2]
-    (found, reasons) = decide_round({"epochs": 4, "lr": 0.02, "lr_decay": 0.9}, config, epochs=13)
-    assert found == (4, 2.0, 0.9) and not reasons
+    config = TrainConfig(lr=0.01, model="mf")
+    (found, reasons) = decide_round({}, config, epochs=13, known=1)
+    assert found == (3, 0.5, 0.447, 0.7) and set(reasons) == {"epochs", "lr", "lr_decay"}
+    assert decide_round({}, config, epochs=13, known=0.5)[0] == (3, 1.0, 0.447, 0.85)
+    assert decide_round({}, config, epochs=13, known=0)[0] == (3, 1.5, 0.447, 1)
+    epochs = (1, 4, 7, 8)
+    assert [decide_round({}, config, epochs=count, known=1)[0].epochs for count in epochs] == [1, 1, 1, 2]
+    (found, reasons) = decide_round({"epochs": 4, "lr": 0.02, "lr_decay": 0.9}, config, epochs=13, known=1)
+    assert found == (4, 2.0, 0.9, 0.7) and not reasons
+    # Elsewhere shorter rows do not mean smaller scores alone.
+    sasrec = TrainConfig(model="sasrec", loss="softmax")
+    for other in (replace(config, loss="ccl"), replace(config, model="neumf", loss="bce"), sasrec):
+        assert decide_round({}, other, epochs=13, known=1)[0].row_scale == 1
+    assert decide_round({}, sasrec, epochs=13, known=0)[0].lr_scale == 0.5  # no rows of users

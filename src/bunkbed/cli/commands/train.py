@@ -53,6 +53,7 @@ from bunkbed.train.settings.run_config import DATA_NAME, read_config, write_conf
 if TYPE_CHECKING:
     from bunkbed.run.run import Run
     from bunkbed.train.data.interactions import Dataset
+    from bunkbed.train.merge import Merged
 
 # Options that --more takes for its round.
 _OF_ROUND = ("epochs", "lr", "lr_decay")
@@ -339,8 +340,9 @@ def _add(
     reading = {name: value for name, value in stored.get("reading", {}).items() if name in _COLUMNS}
     chosen: list[tuple[Round, dict[str, str]]] = []
 
-    def decide(progress: Progress) -> Round:
-        chosen.append(decide_round(asked, config, epochs=progress.first or progress.epoch))
+    def decide(progress: Progress, merged: Merged) -> Round:
+        epochs, known = progress.first or progress.epoch, merged.known / merged.pairs
+        chosen.append(decide_round(asked, config, epochs=epochs, known=known))
         return chosen[0][0]
 
     with console.status(f"reading {escape(str(file))}"):
@@ -357,8 +359,13 @@ def _add(
     )
     say_features(console, {side: about[side] for side in sides})
     say_decisions(console, values, reasons)
+    if found.row_scale != 1.0:
+        console.print(
+            f"[b]rows[/b]    the round begins with the trained rows times {found.row_scale:g}", soft_wrap=True
+        )
     if session.as_json:
-        print_json({"kind": "more", "file": file, **asdict(merged), "options": explained(values, reasons)})
+        about_round = {"options": explained(values, reasons), "row_scale": found.row_scale}
+        print_json({"kind": "more", "file": file, **asdict(merged), **about_round})
 
 
 def _go_on(session: Session, folder: Path, config: TrainConfig, changes: Json) -> Trained:

@@ -51,10 +51,13 @@ _SEQUENCE_TIMES = 2
 # Rates of the optimizers whose rate does not depend on the scale of the gradients.
 _RATES = {"adam": 5e-3, "adagrad": 0.15, "rowwise_adagrad": 0.15}
 _SEQUENCE_RATES = {"adam": 3e-3, "adagrad": 0.05, "rowwise_adagrad": 0.05}
-# A round of more interactions has one of so many epochs of the first round. Its learning rate begins with this part of
-# the run's, and falls to this part of that. Higher rates are better for new users that come with all their pairs
-# (MovieLens-100k by time), lower ones where users and items are known (Gowalla, divided by chance).
-_ROUND_SHARE, _ROUND_RATE, _ROUND_END = 4, 0.5, 0.2
+# A round of more interactions has one of so many epochs of the first round. Its learning rate falls to this part.
+_ROUND_SHARE, _ROUND_END = 4, 0.2
+# It begins with the first number times the run's learning rate where no new pair is of a user and an item that had
+# pairs; where all are, with the second, and with trained rows times the third. Between the two, the share of such pairs
+# decides. They were negatives of the trained rows: the shorter these are, the sooner a round learns them (as Ash and
+# Adams, 2020, found for other models). New users come with all their pairs: they need high rates, and trained items.
+_NEW_RATE, _KNOWN_RATE, _KNOWN_ROWS = 1.5, 0.5, 0.7
 
 
 @dataclass(frozen=True)
@@ -182,37 +185,54 @@ def decide(
 
 
 class Round(NamedTuple):
-    """A round of training after more interactions came: its epochs, and its learning rates as parts of the run's."""
+    """A round of training after more interactions came.
+
+    Attributes:
+        epochs: of the round.
+        lr_scale: its first learning rate, as a part of the run's.
+        lr_decay: the factor of the rate after each epoch.
+        row_scale: the factor of the trained rows, before the round.
+    """
 
     epochs: int
     lr_scale: float
     lr_decay: float
+    row_scale: float
 
 
-def decide_round(given: Json, config: TrainConfig, *, epochs: int) -> tuple[Round, dict[str, str]]:
+def decide_round(given: Json, config: TrainConfig, *, epochs: int, known: float) -> tuple[Round, dict[str, str]]:
     """Return the round of a run that trained for some epochs, and the reason of each decision by the option's name.
 
     Args:
         given: the values of `epochs`, `lr` and `lr_decay` that are given.
         config: the options of the run.
         epochs: epochs of the first round.
+        known: the share of the new pairs whose user and item had pairs, 0 to 1.
 
-    >>> decide_round({}, TrainConfig(lr=0.005), epochs=11)[0]
-    Round(epochs=3, lr_scale=0.5, lr_decay=0.447)
-    >>> sorted(decide_round({}, TrainConfig(), epochs=4)[1])  # a round of one epoch has one rate
+    >>> decide_round({}, TrainConfig(lr=0.005, model="mf"), epochs=15, known=1.0)[0]
+    Round(epochs=3, lr_scale=0.5, lr_decay=0.447, row_scale=0.7)
+    >>> sorted(decide_round({}, TrainConfig(), epochs=4, known=0.5)[1])  # a round of one epoch has one rate
     ['epochs', 'lr']
     """
-    wanted = given.get("epochs", -(-epochs // _ROUND_SHARE))
-    lr = given.get("lr", config.lr * _ROUND_RATE)
+    wanted = given.get("epochs", max(1, epochs // _ROUND_SHARE))
+    rate = round(_NEW_RATE + known * (_KNOWN_RATE - _NEW_RATE), 3)
+    rows = round(1 + known * (_KNOWN_ROWS - 1), 3)
     decay = given.get("lr_decay", round(_ROUND_END ** (1 / max(1, wanted - 1)), 3))
+    why = f"the run's times {rate:g}: users and items of {100 * known:.0f} % of the new pairs had pairs"
+    if config.is_sequential:  # users have no rows
+        rate, why = _KNOWN_RATE, "half of the run's"
+    # Only there are scores products of rows, so that longer rows are surer.
+    is_product = config.model in ("mf", "gmf") and config.loss != "ccl"
     found = {
         "epochs": f"a quarter of {epochs}",
-        "lr": "half of the run's",
+        "lr": why,
         "lr_decay": f"to a fifth in {wanted} epochs",
     }
     if wanted == 1:
         del found["lr_decay"]
-    return Round(wanted, lr / config.lr, decay), {name: why for name, why in found.items() if name not in given}
+    lr = given.get("lr", config.lr * rate)
+    chosen = Round(wanted, lr / config.lr, decay, rows if is_product else 1.0)
+    return chosen, {name: why for name, why in found.items() if name not in given}
 
 
 def _power_of_two(number: int) -> int:
