@@ -231,7 +231,7 @@ def test_a_round_goes_on_from_the_best_epoch(cli: Run, files: Path) -> None:
     assert 0.5 < known < 1
     rate, rows = round(1.5 - known, 3), round(1 - 0.3 * known, 3)
     why = f"the run's times {rate:g}: users and items of {100 * known:.0f} % of the new pairs had pairs"
-    assert out.splitlines()[1].startswith(f"auto    lr {0.02 * rate} ({why}), lr-decay 0.2 (")
+    assert out.splitlines()[1].startswith(f"auto    lr {0.02 * rate:g} ({why}), lr-decay 0.2 (")
     assert out.splitlines()[2] == f"rows    the round begins with the trained rows times {rows:g}"
     assert [epoch for epoch, _, _ in metrics_of("run")] == [1, 2, 3, 4] and metrics_of("run")[:2] == first
     assert labels(data)[: len(before.train)] == labels(before)

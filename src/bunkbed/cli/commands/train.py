@@ -349,7 +349,8 @@ def _add(
         options = {"strict": False, **reading, **columns}
         kinds = features.get("feature_kinds", {})
         merged, about = add_interactions(folder, config, file, options, decide, sides, kinds)
-    (found, reasons), lr = chosen[0], config.lr * chosen[0][0].lr_scale
+    found, reasons = chosen[0]
+    lr = float(f"{config.lr * found.lr_scale:.6g}")  # without the last bits, which a product may have
     values = {"epochs": found.epochs, "lr": lr, "lr_decay": found.lr_decay}
     repeated = f"; {merged.repeated:,} repeated pairs left out" if merged.repeated else ""
     console.print(
