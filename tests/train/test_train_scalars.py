@@ -16,6 +16,8 @@ pytest.importorskip("tensorboard")
 
 import contextlib
 
+from tensorboard.summary.writer import event_file_writer
+
 import bunkbed as bb
 from bunkbed.train import loop
 from bunkbed.train.data.interactions import Dataset, Interactions
@@ -34,6 +36,9 @@ def every_step_reports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(loop, "_REPORT_EVERY_S", 0.0)
     monkeypatch.setattr(loop, "_REPORTS_PER_EPOCH", 10**9)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    # Files are read in the order of their names: second, host, process, number. Sessions of one second in one process
+    # are in order while the number has one digit: the 10th file would come before the 9th.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
 
 
 @pytest.fixture
