@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/mutex.h"
@@ -67,6 +68,37 @@ class Pool {
   std::deque<Job> jobs_ GUARDED_BY(mutex_);
   std::vector<std::thread> threads_;
   bool stopping_ GUARDED_BY(mutex_) = false;
+};
+
+// One T for each thread that works on a loop at the same time. A thread takes one for a block and gives it back.
+template <typename T>
+class PerThread {
+ public:
+  explicit PerThread(std::function<std::unique_ptr<T>()> make) : make_(std::move(make)) {}
+  template <typename Use>
+  void with_one(const Use& use) {
+    T* one = nullptr;
+    {
+      const MutexLock guard(mutex_);
+      if (idle_.empty()) {
+        all_.push_back(make_());
+        idle_.push_back(all_.back().get());
+      }
+      one = idle_.back();
+      idle_.pop_back();
+    }
+    use(*one);
+    const MutexLock guard(mutex_);
+    idle_.push_back(one);
+  }
+  // Requires that no thread works on the loop any more.
+  const std::vector<std::unique_ptr<T>>& all() const NO_THREAD_SAFETY_ANALYSIS { return all_; }
+
+ private:
+  const std::function<std::unique_ptr<T>()> make_;
+  Mutex mutex_{LockLevel::kLocal};
+  std::vector<std::unique_ptr<T>> all_ GUARDED_BY(mutex_);
+  std::vector<T*> idle_ GUARDED_BY(mutex_);
 };
 
 // Compute threads used by one loop, the caller included. Default: the processors this process may use, or the

@@ -102,6 +102,7 @@ class BoundedDirectory final : public Directory {
   }
 
   size_t num_parts() const override { return ranges_.size(); }
+  size_t part_of(int64_t row) const override { return index_of(row); }
   void part(size_t part, std::vector<int64_t>* rows, std::vector<Entry>* entries) const override {
     const Range& range = ranges_[part];
     const auto add = [&](int64_t row, Entry entry) {
@@ -120,18 +121,16 @@ class BoundedDirectory final : public Directory {
     changed();
     bulk_locks_ = std::make_unique<LocalMutex[]>(ranges_.size());
   }
-  bool bulk_set(const int64_t* rows, const Entry* entries, size_t n) override {
-    bool all_new = true;
+  void bulk_exchange(const int64_t* rows, Entry* entries, size_t n) override {
     for (size_t i = 0; i < n;) {
       const size_t r = index_of(rows[i]);
       const MutexLock guard(bulk_locks_[r]);
       for (; i < n && index_of(rows[i]) == r; ++i) {
-        const bool is_new = find(rows[i]) == kAbsent;
-        all_new &= is_new;
-        store(rows[i], entries[i], is_new);
+        const Entry before = find(rows[i]);
+        if (before != kAbsent || entries[i] != kAbsent) store(rows[i], entries[i], before == kAbsent);
+        entries[i] = before;
       }
     }
-    return all_new;
   }
   bool bulk_copy(int64_t, const std::byte*, size_t) override { return false; }
   void end_bulk(size_t rows, size_t counted) override {

@@ -7,8 +7,8 @@
 #include "base/failpoints.h"
 #include "base/fault.h"
 #include "base/memory.h"
-#include "base/mutex.h"
 #include "base/workers.h"
+#include "directory/segment_finder.h"
 
 namespace bunkbed {
 
@@ -281,15 +281,9 @@ struct Unpacked {
 // Counts the entries into each segment of the log, and those into segments that are gone.
 class LiveCounts {
  public:
-  LiveCounts(const CheckpointReader& reader, const Log& log)
-      : reader_(reader), slots_(log.slots_per_segment()), inverse_(1.0 / static_cast<double>(log.slots_per_segment())) {
+  LiveCounts(const CheckpointReader& reader, const Log& log) : reader_(reader), finder_(log) {
     for (const auto& [id, segment] : log.segments()) {
-      ends_.push_back({id, segment->epoch < reader.header().replay_epoch ? segment->bytes / log.stride() : 0});
-    }
-    const uint64_t range = ends_.empty() ? 0 : ends_.back().first - ends_.front().first + 1;
-    if (range <= 1u << 20) {
-      index_.assign(range, -1);
-      for (size_t i = 0; i < ends_.size(); ++i) index_[ends_[i].first - ends_.front().first] = static_cast<int32_t>(i);
+      ends_.push_back(segment->epoch < reader.header().replay_epoch ? segment->bytes / log.stride() : 0);
     }
     counts.assign(ends_.size(), 0);
   }
@@ -299,19 +293,16 @@ class LiveCounts {
       if (is_count(entries[i])) continue;
       if (!is_position(entries[i])) reader_.corrupt("holds an entry that is no record's number");
       const uint64_t position = position_of(entries[i]);
-      // A double holds 40 bits exactly; the quotient is off by at most one.
-      auto segment = static_cast<uint64_t>(static_cast<double>(position) * inverse_);
-      if (segment * slots_ > position) --segment;
-      if (position - segment * slots_ >= slots_) ++segment;
-      const int32_t found = find(segment);
-      if (found < 0) {
+      uint64_t slot;
+      const size_t found = finder_.find(position, &slot);
+      if (found == SegmentFinder::kNone) {
         ++lost;
         continue;
       }
-      if (position - segment * slots_ >= ends_[static_cast<size_t>(found)].second) {
+      if (slot >= ends_[found]) {
         reader_.corrupt("points at record " + std::to_string(position) + ", which the commit does not have");
       }
-      ++counts[static_cast<size_t>(found)];
+      ++counts[found];
     }
   }
 
@@ -319,18 +310,9 @@ class LiveCounts {
   uint64_t lost = 0;
 
  private:
-  int32_t find(uint64_t segment) const {
-    if (ends_.empty() || segment < ends_.front().first || segment > ends_.back().first) return -1;
-    if (!index_.empty()) return index_[segment - ends_.front().first];
-    const auto found = std::lower_bound(ends_.begin(), ends_.end(), std::make_pair(segment, uint64_t{0}));
-    return found != ends_.end() && found->first == segment ? static_cast<int32_t>(found - ends_.begin()) : -1;
-  }
-
   const CheckpointReader& reader_;
-  const uint64_t slots_;
-  const double inverse_;
-  std::vector<std::pair<uint64_t, uint64_t>> ends_;  // segment, slots that an entry may name
-  std::vector<int32_t> index_;
+  const SegmentFinder finder_;
+  std::vector<uint64_t> ends_;  // of each segment: the slots that an entry may name
 };
 
 // One thread's buffers and counts while it loads pieces.
@@ -352,47 +334,36 @@ struct Loaded {
 
 Loaded load_pieces(const CheckpointReader& reader, Log* log, Directory* directory, int64_t num_rows,
                    size_t scratch_bytes, const CountRule& counts, LiveCounts* total) {
-  Mutex mutex{LockLevel::kLocal};  // guards hands and idle
-  std::vector<std::unique_ptr<Hand>> hands;
-  std::vector<Hand*> idle;
-  const auto work = [&](size_t from, size_t to) {
-    Hand* hand = nullptr;
-    {
-      const MutexLock guard(mutex);
-      if (idle.empty()) {
-        hands.push_back(std::make_unique<Hand>(reader, *log));
-        idle.push_back(hands.back().get());
-      }
-      hand = idle.back();
-      idle.pop_back();
-    }
+  PerThread<Hand> hands([&] { return std::make_unique<Hand>(reader, *log); });
+  const auto load = [&](size_t i, Hand* hand) {
     const DirectoryHeader& header = reader.header();
-    for (size_t i = from; i < to; ++i) {
-      const uint64_t index = header.segment_pieces() + i;
-      reader.read(index, &hand->piece);
-      hand->unpacked.take(reader, index, hand->piece.data(), num_rows, counts);
-      const BlockVector<int64_t>& ids = hand->unpacked.rows;
-      const BlockVector<Entry>& entries = hand->unpacked.entries;
-      hand->live.add(entries.data(), entries.size());
-      hand->rows += entries.size() - hand->unpacked.counted;
-      hand->counted += hand->unpacked.counted;
-      hand->left_out += hand->unpacked.left_out;
-      const bool is_copied = header.is_dense() &&
-                             directory->bulk_copy(static_cast<int64_t>(i * header.entries_per_piece()),
+    const uint64_t index = header.segment_pieces() + i;
+    reader.read(index, &hand->piece);
+    hand->unpacked.take(reader, index, hand->piece.data(), num_rows, counts);
+    const BlockVector<int64_t>& ids = hand->unpacked.rows;
+    BlockVector<Entry>& entries = hand->unpacked.entries;
+    hand->live.add(entries.data(), entries.size());
+    hand->rows += entries.size() - hand->unpacked.counted;
+    hand->counted += hand->unpacked.counted;
+    hand->left_out += hand->unpacked.left_out;
+    const bool is_copied =
+        header.is_dense() && directory->bulk_copy(static_cast<int64_t>(i * header.entries_per_piece()),
                                                   hand->piece.data() + kPieceHeadBytes, count_of_piece(header, index));
-      if (!is_copied && !directory->bulk_set(ids.data(), entries.data(), ids.size())) {
-        reader.corrupt("names an id twice");
-      }
-    }
-    const MutexLock guard(mutex);
-    idle.push_back(hand);
+    if (is_copied) return;
+    directory->bulk_exchange(ids.data(), entries.data(), ids.size());
+    const bool is_new = std::all_of(entries.begin(), entries.end(), [](Entry before) { return before == kAbsent; });
+    if (!is_new) reader.corrupt("names an id twice");
   };
   // More threads than processors, because some wait for their reads.
   const size_t hand_bytes = reader.header().piece_bytes * 8;
   const size_t threads = std::clamp<size_t>(scratch_bytes / hand_bytes, 1, 2 * num_threads());
-  io_pool().run(reader.header().entry_pieces(), 1, threads - 1, work);
+  io_pool().run(reader.header().entry_pieces(), 1, threads - 1, [&](size_t from, size_t to) {
+    hands.with_one([&](Hand& hand) {
+      for (size_t i = from; i < to; ++i) load(i, &hand);
+    });
+  });
   Loaded loaded;
-  for (const auto& hand : hands) {
+  for (const auto& hand : hands.all()) {
     for (size_t i = 0; i < hand->live.counts.size(); ++i) total->counts[i] += hand->live.counts[i];
     total->lost += hand->live.lost;
     loaded.rows += hand->rows;

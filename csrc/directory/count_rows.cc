@@ -66,14 +66,8 @@ void walk(Log* log, const std::vector<Part>& parts, int64_t num_rows, uint64_t v
   for (const Part& part : parts) {
     for (const ChunkTrailer& chunk : part.chunks) {
       log->reader().read_index(*part.segment, chunk, &span, &ids, &versions, &counts);
+      check_index(*part.segment, chunk, ids, versions, counts, num_rows, versions_end);
       for (size_t i = 0; i < ids.size(); ++i) {
-        if (ids[i] < 0 || (num_rows >= 0 && ids[i] >= num_rows) || versions[i] == 0 || versions[i] >= versions_end) {
-          throw Error(ErrorKind::kCorruption, "segment " + part.segment->file->path() + ": the chunk at byte " +
-                                                  std::to_string(chunk.begin) + " holds id " + std::to_string(ids[i]) +
-                                                  " with version " + std::to_string(versions[i]) +
-                                                  ", which this commit cannot have");
-        }
-        if (!counts.empty() && !is_sound_count(counts[i])) refuse_count(*part.segment, chunk, ids[i]);
         const bool is_counted = !counts.empty() && rule.keeps(counts[i]);
         see(ids[i], versions[i],
             chunk.kind == ChunkKind::kData ? Has::kRecord

@@ -64,6 +64,7 @@ class FlatDirectory final : public Directory {
   }
 
   size_t num_parts() const override { return (num_rows_ + kPartRows - 1) / kPartRows; }
+  size_t part_of(int64_t row) const override { return static_cast<uint64_t>(row) / kPartRows; }
   void part(size_t part, std::vector<int64_t>* rows, std::vector<Entry>* entries) const override {
     const uint64_t end = std::min(num_rows_, (part + 1) * kPartRows);
     for (uint64_t row = part * kPartRows; row < end; ++row) {
@@ -75,16 +76,14 @@ class FlatDirectory final : public Directory {
   }
   void begin_bulk(uint64_t) override { changed(); }
   // Positions are no frames: no row is at home. Touches only the entry's own bytes: other threads write its neighbours.
-  bool bulk_set(const int64_t* rows, const Entry* entries, size_t n) override {
-    bool all_new = true;
+  void bulk_exchange(const int64_t* rows, Entry* entries, size_t n) override {
     for (size_t i = 0; i < n; ++i) {
       if (i + kAhead < n) __builtin_prefetch(at(rows[i + kAhead]), 1, 2);
       Entry before = 0;
       std::memcpy(&before, at(rows[i]), kEntryBytes);
-      all_new &= before == kAbsent;
       store_entry(at(rows[i]), entries[i]);
+      entries[i] = before;
     }
-    return all_new;
   }
   bool bulk_copy(int64_t first, const std::byte* packed, size_t n) override {
     std::memcpy(at(first), packed, n * kEntryBytes);
@@ -168,11 +167,10 @@ class HashedDirectory final : public Directory {
     const uint64_t hash = mix_id(row);
     Partition& partition = partitions_[hash % kPartitions];
     const size_t before = partition.bytes();
-    const Entry old = partition.find(row, hash);
+    const Entry old = partition.exchange(row, hash, entry);
     if (old == kAbsent && entry == kAbsent) return;
     changed();
     note(old, entry);
-    entry == kAbsent ? partition.erase(row, hash) : partition.set(row, hash, entry);
     table_bytes_ += partition.bytes() - before;
   }
   bool grows() const override { return true; }
@@ -214,6 +212,7 @@ class HashedDirectory final : public Directory {
   }
 
   size_t num_parts() const override { return kPartitions; }
+  size_t part_of(int64_t row) const override { return mix_id(row) % kPartitions; }
   bool has_ranges() const override { return false; }
   void part(size_t part, std::vector<int64_t>* rows, std::vector<Entry>* entries) const override {
     partitions_[part].each([&](int64_t row, Entry entry) {
@@ -230,14 +229,13 @@ class HashedDirectory final : public Directory {
     for (Partition& partition : partitions_) partition.grow(least);
     bulk_locks_ = std::make_unique<LocalMutex[]>(kPartitions);
   }
-  bool bulk_set(const int64_t* rows, const Entry* entries, size_t n) override {
+  void bulk_exchange(const int64_t* rows, Entry* entries, size_t n) override {
     // By partition, so that each is locked once and its writes are close together. A checkpoint of a hashed directory
     // is in this order already.
     std::vector<uint32_t> ends = per_partition(rows, n);
     for (size_t p = 1; p < kPartitions; ++p) ends[p] += ends[p - 1];
     std::vector<uint32_t> order(n);
     for (size_t i = n; i-- > 0;) order[--ends[mix_id(rows[i]) % kPartitions]] = static_cast<uint32_t>(i);
-    bool all_new = true;
     for (size_t at = 0; at < n;) {
       const size_t p = mix_id(rows[order[at]]) % kPartitions;
       const MutexLock guard(bulk_locks_[p]);
@@ -246,12 +244,9 @@ class HashedDirectory final : public Directory {
         const uint64_t hash = mix_id(rows[i]);
         if (hash % kPartitions != p) break;
         if (at + kHashesAhead < n) partitions_[p].prefetch(mix_id(rows[order[at + kHashesAhead]]));
-        const size_t before = partitions_[p].count();
-        partitions_[p].set(rows[i], hash, entries[i]);
-        all_new &= partitions_[p].count() != before;
+        entries[i] = partitions_[p].exchange(rows[i], hash, entries[i]);
       }
     }
-    return all_new;
   }
   bool bulk_copy(int64_t, const std::byte*, size_t) override { return false; }
   void end_bulk(size_t rows, size_t counted) override {

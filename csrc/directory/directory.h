@@ -98,19 +98,20 @@ class Directory {
   // ---- For a walk while the table changes. Each row belongs to one part, always the same. part() appends the rows of
   // a part that have an entry.
   virtual size_t num_parts() const = 0;
+  virtual size_t part_of(int64_t row) const = 0;
   virtual void part(size_t part, std::vector<int64_t>* rows, std::vector<Entry>* entries) const = 0;
   // Whether each part is a range of rows, above that of the part before. In it the rows may have any order.
   virtual bool has_ranges() const { return true; }
 
-  // ---- Filling an empty directory, from several threads at once. No other call between begin_bulk() and end_bulk().
-  // Makes room for about `rows` rows.
+  // ---- Filling a directory without frames, from several threads at once. No other call between begin_bulk() and
+  // end_bulk(). Makes room for about `rows` rows.
   virtual void begin_bulk(uint64_t rows) = 0;
-  // Sets positions of rows that have no entry yet; false when a row had one.
-  virtual bool bulk_set(const int64_t* rows, const Entry* entries, size_t n) = 0;
+  // Sets positions, counts or kAbsent, and puts what the rows had in their place. Each row is in one call at a time.
+  virtual void bulk_exchange(const int64_t* rows, Entry* entries, size_t n) = 0;
   // Copies the five-byte entries of the n rows from `first` on out of a dense checkpoint. Returns false and does
   // nothing where the directory has another layout.
   virtual bool bulk_copy(int64_t first, const std::byte* packed, size_t n) = 0;
-  // `rows`, `counted`: how many rows were given a position, and a count.
+  // `rows`, `counted`: how many rows have a position now, and a count.
   virtual void end_bulk(size_t rows, size_t counted) = 0;
   size_t stored_rows() const { return stored_rows_; }
   size_t counted_rows() const { return counted_rows_; }  // those with a count

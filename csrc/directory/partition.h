@@ -45,7 +45,15 @@ class Partition {
       if (keys_[slot] < 0) return kAbsent;
     }
   }
-  void set(int64_t row, uint64_t hash, Entry entry) {
+  void set(int64_t row, uint64_t hash, Entry entry) { (void)exchange(row, hash, entry); }
+  // Sets an entry, or erases the row's; returns what the row had.
+  Entry exchange(int64_t row, uint64_t hash, Entry entry) {
+    if (entry == kAbsent) {
+      const Entry before = find(row, hash);
+      if (before != kAbsent) erase(row, hash);
+      return before;
+    }
+    Entry before = kAbsent;
     if (capacity_ == 0) grow(1);
     size_t slot = place(row, hash);
     if (keys_[slot] != row) {
@@ -56,8 +64,11 @@ class Partition {
       }
       keys_[slot] = row;
       ++count_;
+    } else {
+      before = load_entry(&values_[slot * kEntryBytes]);
     }
     store_entry(&values_[slot * kEntryBytes], entry);
+    return before;
   }
   void grow(size_t count) {
     const size_t capacity = grown(capacity_, count);

@@ -25,10 +25,16 @@
 //
 // The order within `later` proves nothing: while a commit is written during training, records of the ending epoch and
 // of the next one are appended at the same time, and a newer record may be in the segment with the lower number.
+//
+// Threads read the indexes of chunks and put what these say of each id into buckets, which are groups of the
+// directory's parts. Then each bucket is one thread's: it keeps the newest of each id and enters it. So a thread works
+// in a small part of the directory, and no two in the same one. Of records with equal versions the one with the lower
+// position stays, so the result does not depend on threads.
 #pragma once
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <vector>
 
 #include "directory/directory.h"
@@ -36,27 +42,49 @@
 
 namespace bunkbed {
 
+class SegmentFinder;
+
 struct Replay {
   Log* log;
   Directory* directory;
   int64_t num_rows;       // < 0: any non-negative id
   uint64_t versions_end;  // versions at or above it are damage
-  size_t scratch_bytes;   // bounds the memory for versions: more rows than fit take several passes over the indexes
-  // Called with ids before they are set; some may be new to the directory. Null: the directory grows by itself.
-  std::function<void(const int64_t* ids, size_t n)> reserve;
-  // Called with each entry of a stored row that a replayed one replaces. Null: it is a position in `log`, where it was
-  // live.
-  std::function<void(Entry before)> give_up;
+  size_t scratch_bytes;   // bounds the memory for what is read: more records than fit take several passes over them
   CountRule counts = {};
+  // For a directory in use, which then one thread changes. It may have frames.
+  struct InUse {
+    // Called with ids before they are set; some may be new to the directory.
+    std::function<void(const int64_t* ids, size_t n)> reserve;
+    // Called with each entry of a stored row that a replayed one replaces.
+    std::function<void(Entry before)> give_up;
+  };
+  const InUse* in_use = nullptr;
 
-  // Replays the segments and counts their records and live records from zero. Returns the number of records, tombstones
-  // and counts in them. An exception leaves the directory partly changed.
-  uint64_t run(const std::vector<Segment*>& segments) const;
+  struct Result {
+    uint64_t entries = 0;  // records, tombstones and counts in the segments
+    uint64_t lost = 0;     // replaced positions in segments that the log does not have; none where it is in use
+  };
+  // Replays the segments and counts their records and live records from zero. An exception leaves the directory partly
+  // changed, or empty.
+  Result run(const std::vector<Segment*>& segments) const;
   // Replays all segments of the log into an empty directory.
-  uint64_t run_all() const;
+  Result run_all() const;
+
+ private:
+  struct Chunk;
+  struct Reader;
+  struct Writer;
+  std::vector<Chunk> find_chunks(const std::vector<Segment*>& segments, size_t threads) const;
+  void read(Chunk* chunk, size_t pass, size_t passes, Reader* reader) const;
+  void enter_bucket(size_t bucket, const std::vector<std::unique_ptr<Reader>>& readers, const SegmentFinder& finder,
+                    Writer* writer) const;
+  void enter(const Writer& writer, std::vector<Entry>* entries) const;
 };
 
-// Throws Error(kCorruption): a chunk's count of an id is none.
-[[noreturn]] void refuse_count(const Segment& segment, const ChunkTrailer& chunk, int64_t id);
+// Throws Error(kCorruption) for an id or a version that the commit cannot have, or a count that is none. `counts` is
+// empty where the chunk has none.
+void check_index(const Segment& segment, const ChunkTrailer& chunk, const std::vector<int64_t>& ids,
+                 const std::vector<uint64_t>& versions, const std::vector<uint64_t>& counts, int64_t num_rows,
+                 uint64_t versions_end);
 
 }  // namespace bunkbed

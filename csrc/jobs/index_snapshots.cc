@@ -44,18 +44,10 @@ void IndexSnapshots::load(const Manifest& manifest, size_t scratch_bytes) {
   for (const auto& [id, segment] : log->segments()) {
     if (!loaded.is_loaded || segment->epoch >= loaded.replay_epoch) later.push_back(segment.get());
   }
-  uint64_t lost = loaded.lost;
-  const auto give_up = [&](Entry before) {
-    Segment* const segment = log->find_segment(position_of(before) / log->slots_per_segment());
-    if (segment == nullptr) {
-      --lost;
-    } else {
-      --segment->live;
-    }
-  };
-  table_.counts.indexed_records +=
-      Replay{log, directory, table_.spec.num_rows, manifest.next_version, scratch_bytes, nullptr, give_up, counts}.run(
-          later);
+  const Replay replay{log, directory, table_.spec.num_rows, manifest.next_version, scratch_bytes, counts};
+  const Replay::Result replayed = replay.run(later);
+  table_.counts.indexed_records += replayed.entries;
+  const uint64_t lost = loaded.lost - replayed.lost;
   if (lost > 0) {
     throw Error(ErrorKind::kCorruption,
                 "table '" + table_.name + "': " + std::to_string(lost) + " rows of " +

@@ -13,7 +13,8 @@ using vfs::round_down;
 using vfs::round_up;
 
 void SegmentReader::read_span(Segment& segment, uint64_t begin, size_t bytes, Span* span) {
-  stats_->read_bytes += fetch_span(segment, begin, bytes, span);
+  const uint64_t read = fetch_span(segment, begin, bytes, span);
+  if (read > 0) stats_->read_bytes += read;
 }
 
 uint64_t SegmentReader::fetch_span(const Segment& segment, uint64_t begin, size_t bytes, Span* span) const {

@@ -23,7 +23,7 @@ class SegmentReader {
   uint64_t fetch_span(const Segment& segment, uint64_t begin, size_t bytes, Span* span) const;
   void count_read_bytes(uint64_t bytes) { stats_->read_bytes += bytes; }
   // Reads [begin, begin + bytes) of a segment, up to the segment's end, unless `span` holds it already. Then
-  // read_index() and read_records() within these bytes read nothing.
+  // read_index() and read_records() within these bytes read nothing, and need no lock.
   void read_span(Segment& segment, uint64_t begin, size_t bytes, Span* span);
   // read_index() refuses ids from `end` on, because its callers look them up in a directory of that size.
   void set_ids_end(uint64_t end) { ids_end_ = end; }

@@ -208,15 +208,15 @@ bool Loader::replay_onto(const Manifest& newest) {
       }
       --log->segment_of(position).live;
     };
-    table_.counts.indexed_records += Replay{
-        log,
-        &table_.store->directory(),
-        table_.spec.num_rows,
-        newest.next_version,
-        table_.store->plan().scratch_bytes,
-        reserve,
-        give_up,
-        {.are_kept = false}}.run(segments);
+    const Replay::InUse in_use{reserve, give_up};
+    const Replay replay{.log = log,
+                        .directory = &table_.store->directory(),
+                        .num_rows = table_.spec.num_rows,
+                        .versions_end = newest.next_version,
+                        .scratch_bytes = table_.store->plan().scratch_bytes,
+                        .counts = {.are_kept = false},
+                        .in_use = &in_use};
+    table_.counts.indexed_records += replay.run(segments).entries;
   } catch (const std::exception&) {
     return false;  // building the directory again reports the error, or does not meet it
   }

@@ -37,13 +37,14 @@ class CountingDirectory final : public Directory {
     follow();
   }
   size_t num_parts() const override { return below_->num_parts(); }
+  size_t part_of(int64_t row) const override { return below_->part_of(row); }
   bool has_ranges() const override { return below_->has_ranges(); }
   void part(size_t part, std::vector<int64_t>* rows, std::vector<Entry>* entries) const override {
     below_->part(part, rows, entries);
   }
   void begin_bulk(uint64_t rows) override { below_->begin_bulk(rows); }
-  bool bulk_set(const int64_t* rows, const Entry* entries, size_t n) override {
-    return below_->bulk_set(rows, entries, n);
+  void bulk_exchange(const int64_t* rows, Entry* entries, size_t n) override {
+    below_->bulk_exchange(rows, entries, n);
   }
   bool bulk_copy(int64_t first, const std::byte* packed, size_t n) override {
     return below_->bulk_copy(first, packed, n);

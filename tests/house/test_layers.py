@@ -110,7 +110,7 @@ CORE = {
     "tests/cache": "cache tests",
     "tests/commit": "tests vfs",
     "tests/device": "device tests",
-    "tests/directory": "directory tests",
+    "tests/directory": "base directory log tests",
     "tests/format": "format kernels tests",
     "tests/fuzz": "directory format fuzz jobs table tests",
     "tests/jobs": "base commit directory format jobs maintenance table tests vfs",

@@ -138,10 +138,10 @@ TEST(directory_with_a_bound_has_the_same_bytes_when_it_is_filled_at_once) {
   at_once->begin_bulk(model.size());
   for (const auto& [row, entry] : model) {
     one_by_one->set(row, entry);
-    CHECK(at_once->bulk_set(&row, &entry, 1));
+    Entry exchanged = entry;
+    at_once->bulk_exchange(&row, &exchanged, 1);
+    CHECK_EQ(exchanged, kAbsent);
   }
-  const auto& [row, entry] = *model.begin();
-  CHECK(!at_once->bulk_set(&row, &entry, 1));
   at_once->end_bulk(model.size(), 0);
   CHECK_EQ(at_once->bytes(), one_by_one->bytes());
   CHECK_EQ(at_once->stored_rows(), model.size());

@@ -205,7 +205,7 @@ TEST(log_rebuild_takes_the_highest_version) {
     again.adopt(entries);
     const auto directory = make_hashed_directory();
     const auto rebuild = [&](Directory* into, int64_t num_rows, uint64_t end) {
-      (void)Replay{&again, into, num_rows, end, scratch, nullptr, nullptr}.run_all();
+      (void)Replay{&again, into, num_rows, end, scratch}.run_all();
     };
     rebuild(directory.get(), 1000, versions_end);
     CHECK_EQ(directory->stored_rows(), newest.size());
@@ -286,8 +286,7 @@ TEST(log_replay_takes_the_highest_version_of_later_epochs) {
       Log again(vfs::posix(), sandbox / "t", Uuid{1, 2, 3}, kPayload, 2000, small_memory());
       again.adopt(earlier);
       const auto directory = make_flat_directory(1000);
-      CHECK_EQ((Replay{&again, directory.get(), 1000, versions_end, scratch, nullptr, nullptr}.run_all()),
-               uint64_t{300});
+      CHECK_EQ((Replay{&again, directory.get(), 1000, versions_end, scratch}.run_all().entries), uint64_t{300});
       std::vector<SegmentEntry> later;
       for (const SegmentEntry& entry : entries) {
         if (again.find_segment(entry.segment) == nullptr) later.push_back(entry);
@@ -298,8 +297,7 @@ TEST(log_replay_takes_the_highest_version_of_later_epochs) {
       CHECK_EQ(segments.size(), size_t{2});
       CHECK(segments[0]->epoch == 3 && segments[1]->epoch == 2);
       set_fault(broken ? "replay_last_record" : nullptr);
-      CHECK_EQ((Replay{&again, directory.get(), 1000, versions_end, scratch, nullptr, nullptr}.run(segments)),
-               uint64_t{172});
+      CHECK_EQ((Replay{&again, directory.get(), 1000, versions_end, scratch}.run(segments).entries), uint64_t{172});
       set_fault(nullptr);
       CHECK_EQ(directory->stored_rows(), size_t{300});
       size_t wrong = 0;
