@@ -32,14 +32,14 @@ def values() -> np.ndarray:
 def make(path: Path, seed: int = 0, commits: int = 2) -> None:
     """Make a small table of several commits and segments."""
     chance = np.random.default_rng(seed)
-    _native.set_checkpoints(1, in_line=True)
+    _native.set_index_snapshots(1, in_line=True)
     with bb.create(path, dim=DIM, num_rows=ROWS, ram=RAM) as table:
         table.set(np.arange(ROWS), values())
         table.commit(keep="first")
         for _ in range(commits - 1):
             table.update(chance.integers(0, ROWS, 6), chance.standard_normal((6, DIM), dtype=np.float32))
             table.commit()
-        _native.set_checkpoints()  # otherwise close() would take another checkpoint, with a commit
+        _native.set_index_snapshots()  # otherwise close() would take another checkpoint, with a commit
 
 
 def contents(table: Any) -> bytes:

@@ -27,7 +27,7 @@ RAM = 1 << 20
 def _write(path: Path, send: Callable[[Any], None]) -> None:
     """Commit in an endless loop: set number n in all rows, in an order that evicts; sometimes keep or compact."""
     _native.set_compaction_slack(32 << 10)
-    _native.set_checkpoints(1, in_line=True)
+    _native.set_index_snapshots(1, in_line=True)
     options: dict[str, Any] = {"dim": DIM, "num_rows": ROWS, "optimizer": bb.SGD(lr=1.0), "init": bb.Zeros()}
     table = bb.create(path, ram=_smallest(options), **options)
     ids = np.arange(ROWS, dtype=np.int64)

@@ -78,7 +78,7 @@ def _step(table: Any, number: int) -> None:
 
 def _write(path: Path, send: Callable[[Any], None], most_commits: int = 10**9) -> None:
     _native.set_compaction_slack(1 << 10)
-    _native.set_checkpoints(100, in_line=True)
+    _native.set_index_snapshots(100, in_line=True)
     table = bb.open(path, ram="4MiB", create=_FACTS)
     number = int(table.meta.get("steps", 0))
     for _ in range(most_commits):

@@ -69,10 +69,10 @@ def seeds(target: str, path: Path) -> None:
             with bb.create(
                 table_path, dim=3 + number, num_rows=40 if number % 2 else None, optimizer=optimizer, ram="1MiB"
             ) as table:
-                _native.set_checkpoints(1, in_line=True)
+                _native.set_index_snapshots(1, in_line=True)
                 table.update(np.arange(5 + number), np.ones((5 + number, 3 + number), np.float32))
                 table.commit(keep="kept" if number == 1 else None, meta={"step": number})
-                _native.set_checkpoints()
+                _native.set_index_snapshots()
                 directory = max(table_path.glob("directory-*")).read_bytes()
             manifest = (table_path / "manifest-0000000000000001").read_bytes()
             segment = (table_path / "segment-0000000000000001").read_bytes()

@@ -94,7 +94,7 @@ def segments(data: bytes, uuid: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def directories(data: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield directory checkpoints with a false header or entries, and valid checksums."""
+    """Yield index snapshots with a false header or entries, and valid checksums."""
     for at in range(8, 80):
         for number in NUMBERS:
             for width in (4, 8):
@@ -206,10 +206,10 @@ def use_run(path: Path) -> None:
 def _make(root: Path) -> None:
     with bb.create(root / "table", dim=DIM, num_rows=ROWS, ram=RAM) as table:
         table.set(np.arange(ROWS), np.ones((ROWS, DIM), np.float32))
-        _native.set_checkpoints(1, in_line=True)
+        _native.set_index_snapshots(1, in_line=True)
         table.commit(keep="first", meta={"a": 1})
-        table.commit(meta={"a": 2})  # names the directory checkpoint of the commit before
-        _native.set_checkpoints()
+        table.commit(meta={"a": 2})  # names the index snapshot of the commit before
+        _native.set_index_snapshots()
     with bb.Run(root / "run", ram="64MiB") as run:
         run.table("user", create={"dim": DIM, "num_rows": ROWS}).set(np.arange(3), np.ones((3, DIM), np.float32))
         run.commit(files={"dense.pt": b"dense"})

@@ -34,7 +34,7 @@ MIB = 1 << 20
 #: (docs/files.md), including those of the commit under way.
 SEGMENT_BYTES = MIB
 SPARE_SEGMENTS = 16 + 4
-#: Other files of a table than segments: manifests, the lock, directory checkpoints. With segments that only the last
+#: Other files of a table than segments: manifests, the lock, index snapshots. With segments that only the last
 #: two commits name, a table has up to three times as many files of segments.
 OTHER_FILES = 8
 #: Descriptors of a table that the cache of descriptors does not count or may not close: the lock, two rings, segments

@@ -158,7 +158,7 @@ def train(
             totals[key] = totals.get(key, 0) + value
 
     table = make(folder, ram=ram, disk=disk, **plan.table_arguments())
-    _native.set_checkpoints(1000)  # index snapshots during training, and at the close half-way
+    _native.set_index_snapshots(1000)  # index snapshots during training, and at the close half-way
     try:
         if fault:
             _native.set_fault(fault)
@@ -192,7 +192,7 @@ def train(
         if fault:
             _native.set_fault(None)
         table.close(commit=False)
-        _native.set_checkpoints()
+        _native.set_index_snapshots()
     totals["evicted_share"] = totals["evictions"] / expected.unique_rows
     return totals
 

@@ -46,13 +46,13 @@ constexpr const char* kNames[] = {
     "run.files",
     "run.published",
     "reads.finished",
-    "open.checkpoint",
-    "checkpoint.started",
-    "checkpoint.part",
-    "checkpoint.written",
-    "checkpoint.synced",
-    "checkpoint.linked",
-    "checkpoint.durable",
+    "open.index_snapshot",
+    "index_snapshot.started",
+    "index_snapshot.part",
+    "index_snapshot.written",
+    "index_snapshot.synced",
+    "index_snapshot.linked",
+    "index_snapshot.durable",
 };
 
 struct Armed {

@@ -38,20 +38,20 @@ inline bool set_fault(const char* name) {
       "lookup_without_lock",  // a large lookup releases the lock between its pieces
       "descriptor_leak",      // a file that is no longer used is not closed
       // Commits and compaction.
-      "collect_before_commit",      // files that the new commit does not name are removed before it is durable
-      "length_too_long",            // the manifest names a block more than was written
-      "move_dead_records",          // compaction does not check whether a record is its row's newest
-      "move_outranks",              // compaction moves dead records too and gives them new versions
-      "update_before_copy",         // a record that a commit has not written yet is changed first
-      "evict_into_old_epoch",       // a row changed and evicted during a commit is written to that commit's epoch
-      "checkpoint_too_new",         // a directory checkpoint claims one epoch more than it holds
-      "counts_not_moved",           // compaction drops the counts of a segment
-      "counts_outrank",             // compaction moves counts that are dead, too, and gives all new versions
-      "checkpoint_without_counts",  // a directory checkpoint leaves out counts
-      "purge_too_early",            // tombstones are dropped while records of their rows are in the log
-      "stale_usage",                // a step does not note in its rows that it named them
-      "expires_early",              // a sweep takes rows that expire with the next unit of the clock
-      "replay_last_record",         // replay takes the last record of a row, whatever its version
+      "collect_before_commit",          // files that the new commit does not name are removed before it is durable
+      "length_too_long",                // the manifest names a block more than was written
+      "move_dead_records",              // compaction does not check whether a record is its row's newest
+      "move_outranks",                  // compaction moves dead records too and gives them new versions
+      "update_before_copy",             // a record that a commit has not written yet is changed first
+      "evict_into_old_epoch",           // a row changed and evicted during a commit is written to that commit's epoch
+      "index_snapshot_too_new",         // an index snapshot claims one epoch more than it holds
+      "counts_not_moved",               // compaction drops the counts of a segment
+      "counts_outrank",                 // compaction moves counts that are dead, too, and gives all new versions
+      "index_snapshot_without_counts",  // an index snapshot leaves out counts
+      "purge_too_early",                // tombstones are dropped while records of their rows are in the log
+      "stale_usage",                    // a step does not note in its rows that it named them
+      "expires_early",                  // a sweep takes rows that expire with the next unit of the clock
+      "replay_last_record",             // replay takes the last record of a row, whatever its version
   };
   if (name == nullptr) {
     fault_slot().store(nullptr);

@@ -120,7 +120,7 @@ nb::dict stats_values(const TableStats& s) {
   d["tombstones"] = s.tombstones;
   d["written_counts"] = s.written_counts;
   d["open_files"] = s.open_files;
-  d["checkpoint_bytes"] = s.checkpoint_bytes;
+  d["index_snapshot_bytes"] = s.index_snapshot_bytes;
   d["indexed_records"] = s.indexed_records;
   return d;
 }
@@ -380,10 +380,10 @@ void bind_table(nb::module_& m) {
                  [&] { t.scatter_records(ids.data(), ids.shape(0), reinterpret_cast<const std::byte*>(in.data())); });
            })
       .def(
-          "set_holder",
+          "set_device_cache",
           [](Table& t, std::shared_ptr<DeviceMap> map, nb::object write_back) {
             if (map == nullptr) {
-              unlocked([&] { t.set_holder(nullptr, nullptr); });
+              unlocked([&] { t.set_device_cache(nullptr, nullptr); });
               return;
             }
             // Threads without the GIL copy and drop this pointer, so its deleter takes the GIL.
@@ -395,7 +395,7 @@ void bind_table(nb::module_& m) {
               const nb::gil_scoped_acquire acquire;
               if (!call->is_none()) (*call)();
             };
-            unlocked([&] { t.set_holder(std::move(map), std::move(asked)); });
+            unlocked([&] { t.set_device_cache(std::move(map), std::move(asked)); });
           },
           "map"_a.none(), "write_back"_a.none(),
           "Attach a device cache's map. `write_back` is called before a commit, a scan or a rewind, and must scatter "

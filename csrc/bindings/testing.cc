@@ -163,10 +163,10 @@ void bind_testing(nb::module_& m) {
       },
       "data"_a, "part"_a, "Return the exclusive or of the checksums of parts of so many bytes, to measure their cost.");
   m.def(
-      "set_checkpoints",
+      "set_index_snapshots",
       [](uint64_t rows, bool in_line) {
-        checkpoint_rows = rows;
-        checkpoints_in_line = in_line;
+        index_snapshot_rows = rows;
+        index_snapshots_in_line = in_line;
       },
       "rows"_a = 100'000, "in_line"_a = false,
       "Set the fewest rows of a table that takes index snapshots; with in_line they are taken within a commit.");

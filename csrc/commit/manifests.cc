@@ -87,7 +87,7 @@ void Manifests::forget_listing() const {
 }
 
 std::shared_ptr<const Manifests::Facts> Manifests::facts_of(const Manifest& manifest, uint64_t bytes) {
-  auto facts = std::make_shared<Facts>(Facts{manifest.keep, manifest.segments, manifest.checkpoints, bytes});
+  auto facts = std::make_shared<Facts>(Facts{manifest.keep, manifest.segments, manifest.index_snapshots, bytes});
   std::sort(facts->segments.begin(), facts->segments.end(),
             [](const SegmentEntry& a, const SegmentEntry& b) { return a.segment < b.segment; });
   return facts;
@@ -256,7 +256,8 @@ void Manifests::remove(const std::vector<uint64_t>& epochs) const {
       if (found == known_.end()) continue;
       if (const Facts* const facts = found->second.get()) {
         for (const SegmentEntry& entry : facts->segments) loose_.segments.push_back(entry.segment);
-        for (const CheckpointEntry& checkpoint : facts->checkpoints) loose_.checkpoints.push_back(checkpoint.file);
+        for (const IndexSnapshotEntry& index_snapshot : facts->index_snapshots)
+          loose_.index_snapshots.push_back(index_snapshot.file);
       } else {
         has_files_ = false;
       }
@@ -310,15 +311,15 @@ Manifests::Held Manifests::collect(const Spared& spared) const {
   bool is_known;
   {
     const MutexLock guard(mutex_);
-    is_known = is_listed_ && has_files_ && spared.segments_end != kNoEnd && spared.checkpoints_end != kNoEnd;
+    is_known = is_listed_ && has_files_ && spared.segments_end != kNoEnd && spared.index_snapshots_end != kNoEnd;
     has_files_ = false;  // until this call succeeds
   }
   std::vector<uint64_t> all;
   if (is_known) {
     all = epochs();
     for (uint64_t number = segments_seen_; number < spared.segments_end; ++number) loose_.segments.push_back(number);
-    for (uint64_t number = checkpoints_seen_; number < spared.checkpoints_end; ++number)
-      loose_.checkpoints.push_back(number);
+    for (uint64_t number = index_snapshots_seen_; number < spared.index_snapshots_end; ++number)
+      loose_.index_snapshots.push_back(number);
   } else {  // files made meanwhile have spared numbers: one listing is enough
     const std::vector<std::string> names = vfs_.list(directory_);
     all = epochs_in(names);
@@ -326,7 +327,7 @@ Manifests::Held Manifests::collect(const Spared& spared) const {
     for (const std::string& name : names) {
       uint64_t number;
       if (parse_name(name, "segment-", &number)) loose_.segments.push_back(number);
-      if (parse_name(name, "directory-", &number)) loose_.checkpoints.push_back(number);
+      if (parse_name(name, "directory-", &number)) loose_.index_snapshots.push_back(number);
     }
   }
   std::unordered_map<std::string_view, uint64_t> newest_of_name;
@@ -342,7 +343,7 @@ Manifests::Held Manifests::collect(const Spared& spared) const {
   }
   std::vector<uint64_t> dropped;
   Held held;
-  std::map<uint64_t, uint64_t> checkpoints;
+  std::map<uint64_t, uint64_t> index_snapshots;
   const Facts *before = nullptr, *kept_before = nullptr;  // neighbours name nearly the same segments
   for (size_t i = 0; i < all.size(); ++i) {
     const Facts& manifest = *manifests[i];
@@ -362,7 +363,8 @@ Manifests::Held Manifests::collect(const Spared& spared) const {
                    [&](const SegmentEntry& entry) { held.kept.insert(held.kept.end(), entry.segment); });
       kept_before = &manifest;
     }
-    for (const CheckpointEntry& checkpoint : manifest.checkpoints) checkpoints[checkpoint.file] = checkpoint.bytes;
+    for (const IndexSnapshotEntry& index_snapshot : manifest.index_snapshots)
+      index_snapshots[index_snapshot.file] = index_snapshot.bytes;
     held.other_bytes += manifest.bytes;
   }
   // The removal of the manifests must be durable before their segments are removed: otherwise power loss could leave a
@@ -374,7 +376,7 @@ Manifests::Held Manifests::collect(const Spared& spared) const {
     numbers->erase(std::unique(numbers->begin(), numbers->end()), numbers->end());
   };
   sort(&files.segments);
-  sort(&files.checkpoints);
+  sort(&files.index_snapshots);
   for (const uint64_t number : files.segments) {
     if (number >= spared.segments_end || held.segments.contains(number)) continue;
     if (spared.segments.contains(number)) {
@@ -384,17 +386,17 @@ Manifests::Held Manifests::collect(const Spared& spared) const {
     vfs_.remove(directory_ + "/" + segment_name(number));
     failpoint("collect.segment");
   }
-  for (const uint64_t number : files.checkpoints) {
-    if (number >= spared.checkpoints_end || checkpoints.contains(number)) continue;
-    if (spared.checkpoints.contains(number)) {
-      loose_.checkpoints.push_back(number);
+  for (const uint64_t number : files.index_snapshots) {
+    if (number >= spared.index_snapshots_end || index_snapshots.contains(number)) continue;
+    if (spared.index_snapshots.contains(number)) {
+      loose_.index_snapshots.push_back(number);
       continue;
     }
     vfs_.remove(directory_ + "/" + directory_name(number));
   }
-  for (const auto& [number, bytes] : checkpoints) held.other_bytes += bytes;
+  for (const auto& [number, bytes] : index_snapshots) held.other_bytes += bytes;
   segments_seen_ = spared.segments_end;
-  checkpoints_seen_ = spared.checkpoints_end;
+  index_snapshots_seen_ = spared.index_snapshots_end;
   const MutexLock guard(mutex_);
   has_files_ = remembers_;
   return held;

@@ -55,19 +55,19 @@ class Manifests {
     std::set<uint64_t> kept = {};    // pinned commits that stay until they are dropped
     std::set<uint64_t> segments = {};
     uint64_t segments_end = kNoEnd;  // segments made meanwhile have this number or a higher one
-    std::set<uint64_t> checkpoints = {};
-    uint64_t checkpoints_end = kNoEnd;
+    std::set<uint64_t> index_snapshots = {};
+    uint64_t index_snapshots_end = kNoEnd;
     size_t newest = 2;  // commits
   };
   // What the remaining commits hold on disk.
   struct Held {
     std::map<uint64_t, uint64_t> segments = {};  // number -> bytes
     std::set<uint64_t> kept = {};  // segments of kept commits, and of any older than the newest kMostRecent
-    uint64_t other_bytes = 0;      // manifests and directory checkpoints
+    uint64_t other_bytes = 0;      // manifests and index snapshots
   };
   // Removes every commit except the newest, the kept and the pinned ones; then every segment file and directory
-  // checkpoint that no remaining commit names and that is not spared. A writer lists the directory once. After that it
-  // examines files that no commit named the last time, files of removed commits, and numbers given out since.
+  // index snapshot that no remaining commit names and that is not spared. A writer lists the directory once. After that
+  // it examines files that no commit named the last time, files of removed commits, and numbers given out since.
   // collect() and remove() must not run concurrently.
   Held collect(const Spared& spared) const;
   // Only for a seeded bug: removes segments that `manifest`, which is not written yet, does not name.
@@ -82,7 +82,7 @@ class Manifests {
   struct Facts {
     std::string keep;
     std::vector<SegmentEntry> segments;  // by number
-    std::vector<CheckpointEntry> checkpoints;
+    std::vector<IndexSnapshotEntry> index_snapshots;
     uint64_t bytes = 0;
   };
   static std::shared_ptr<const Facts> facts_of(const Manifest& manifest, uint64_t bytes);
@@ -109,10 +109,10 @@ class Manifests {
   mutable bool has_files_ GUARDED_BY(mutex_) = false;  // the members below, of collect() and remove(), are valid
   struct Files {
     std::vector<uint64_t> segments = {};
-    std::vector<uint64_t> checkpoints = {};
+    std::vector<uint64_t> index_snapshots = {};
   };
   mutable Files loose_;  // spared by the last collect() and named by no commit, or named by commits removed since
-  mutable uint64_t segments_seen_ = 0, checkpoints_seen_ = 0;  // segments_end and checkpoints_end of the last collect()
+  mutable uint64_t segments_seen_ = 0, index_snapshots_seen_ = 0;  // the ends of what the last collect() saw
 };
 
 }  // namespace bunkbed

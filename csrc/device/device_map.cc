@@ -489,7 +489,7 @@ DeviceStats DeviceMap::stats() const {
   return s;
 }
 
-// ---- Holder
+// ---- DeviceCache
 
 size_t DeviceMap::num_held() const {
   const MutexLock guard(mutex_);

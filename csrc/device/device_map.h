@@ -12,7 +12,7 @@
 // next use up when it takes the last pin back.
 //
 // The row of a dirty victim is *leaving* until arrived(). Until then the row is held as if it still had its frame, so
-// that a table with this holder refuses to return its old value. The map's memory grows with the frames and the leaving
+// that a table with this cache refuses to return its old value. The map's memory grows with the frames and the leaving
 // rows, not with the table.
 //
 // Thread-safe; one mutex guards all of it.
@@ -30,7 +30,7 @@
 #include "batch/batch.h"
 #include "cache/cache.h"
 #include "cache/window.h"
-#include "device/holder.h"
+#include "device/device_cache.h"
 
 namespace bunkbed {
 
@@ -43,7 +43,7 @@ struct DeviceStats {
   size_t window_batches = 0, bytes = 0;
 };
 
-class DeviceMap final : public Holder, public std::enable_shared_from_this<DeviceMap> {
+class DeviceMap final : public DeviceCache, public std::enable_shared_from_this<DeviceMap> {
   struct Private {};
 
  public:
@@ -79,7 +79,7 @@ class DeviceMap final : public Holder, public std::enable_shared_from_this<Devic
   void forget_all();
   DeviceStats stats() const;
 
-  // ---- Holder: called by the table.
+  // ---- DeviceCache: called by the table.
   size_t num_held() const override;
   size_t max_held() const override { return num_frames_; }
   size_t num_in_use() const override;

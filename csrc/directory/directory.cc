@@ -226,12 +226,14 @@ class HashedDirectory final : public Directory {
     // Less than any partition will have, so that each ends with the slots that it had when its rows came one by one.
     const double even = static_cast<double>(rows) / kPartitions;
     const auto least = static_cast<size_t>(std::max(0.0, even - 6 * std::sqrt(even)));
-    for (Partition& partition : partitions_) partition.grow(least);
+    if (least > 0) {
+      for (Partition& partition : partitions_) partition.grow(least);
+    }
     bulk_locks_ = std::make_unique<LocalMutex[]>(kPartitions);
   }
   void bulk_exchange(const int64_t* rows, Entry* entries, size_t n) override {
-    // By partition, so that each is locked once and its writes are close together. A checkpoint of a hashed directory
-    // is in this order already.
+    // By partition, so that each is locked once and its writes are close together. An index snapshot of a hashed
+    // directory is in this order already.
     std::vector<uint32_t> ends = per_partition(rows, n);
     for (size_t p = 1; p < kPartitions; ++p) ends[p] += ends[p - 1];
     std::vector<uint32_t> order(n);

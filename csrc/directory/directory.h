@@ -108,7 +108,7 @@ class Directory {
   virtual void begin_bulk(uint64_t rows) = 0;
   // Sets positions, counts or kAbsent, and puts what the rows had in their place. Each row is in one call at a time.
   virtual void bulk_exchange(const int64_t* rows, Entry* entries, size_t n) = 0;
-  // Copies the five-byte entries of the n rows from `first` on out of a dense checkpoint. Returns false and does
+  // Copies the five-byte entries of the n rows from `first` on out of a dense index snapshot. Returns false and does
   // nothing where the directory has another layout.
   virtual bool bulk_copy(int64_t first, const std::byte* packed, size_t n) = 0;
   // `rows`, `counted`: how many rows have a position now, and a count.

@@ -67,7 +67,7 @@ void encode_directory_header(const DirectoryHeader& header, std::byte* out) {
 bool decode_directory_header(std::span<const std::byte> bytes, uint64_t file_bytes, const std::string& path,
                              DirectoryHeader* header) {
   const auto corrupt = [&path](const char* why) {
-    throw Error(ErrorKind::kCorruption, "directory checkpoint " + path + " " + why);
+    throw Error(ErrorKind::kCorruption, "index snapshot " + path + " " + why);
   };
   if (bytes.size() < kDirectoryHeaderBytes || std::memcmp(bytes.data(), kMagic, 8) != 0) {
     corrupt("does not begin with its header");
@@ -112,7 +112,7 @@ uint64_t count_of_piece(const DirectoryHeader& header, uint64_t index) {
 }
 
 void check_piece(const DirectoryHeader& header, uint64_t index, const std::byte* piece, const std::string& path) {
-  const std::string where = "directory checkpoint " + path + ": the piece at byte " +
+  const std::string where = "index snapshot " + path + ": the piece at byte " +
                             std::to_string(kDirectoryHeaderBytes + index * header.piece_bytes);
   if (load<uint32_t>(piece) != piece_crc(header, index, piece)) {
     throw Error(ErrorKind::kCorruption, where + " fails its checksum");

@@ -1,4 +1,4 @@
-// Directory checkpoints on disk (FORMAT.md, "Directory checkpoint"): a header block, then pieces of equal size, each
+// Index snapshots on disk (FORMAT.md, "Index snapshot"): a header block, then pieces of equal size, each
 // with its own checksum, so that they can be read in any order, concurrently and in little memory. As in format.h these
 // functions touch no file, and decoding checks every number before it is used.
 #pragma once

@@ -289,10 +289,10 @@ Bytes encode_manifest(const Manifest& m) {
     w.put(segment.epoch);
     w.put(segment.bytes);
   }
-  w.put<uint32_t>(static_cast<uint32_t>(m.checkpoints.size()));
-  for (const CheckpointEntry& checkpoint : m.checkpoints) {
-    w.put(checkpoint.file);
-    w.put(checkpoint.bytes);
+  w.put<uint32_t>(static_cast<uint32_t>(m.index_snapshots.size()));
+  for (const IndexSnapshotEntry& index_snapshot : m.index_snapshots) {
+    w.put(index_snapshot.file);
+    w.put(index_snapshot.bytes);
   }
   w.text(m.keep);
   w.text(m.meta);
@@ -416,12 +416,12 @@ Manifest decode_manifest(std::span<const std::byte> bytes, const std::string& pa
     }
     m.segments.push_back(segment);
   }
-  const size_t num_checkpoints = r.count(16, "directory checkpoints");
-  for (size_t i = 0; i < num_checkpoints; ++i) {
-    CheckpointEntry checkpoint;
-    checkpoint.file = r.get<uint64_t>();
-    checkpoint.bytes = r.get<uint64_t>();
-    m.checkpoints.push_back(checkpoint);
+  const size_t num_index_snapshots = r.count(16, "index snapshots");
+  for (size_t i = 0; i < num_index_snapshots; ++i) {
+    IndexSnapshotEntry index_snapshot;
+    index_snapshot.file = r.get<uint64_t>();
+    index_snapshot.bytes = r.get<uint64_t>();
+    m.index_snapshots.push_back(index_snapshot);
   }
   m.keep = r.text();
   m.meta = r.text();

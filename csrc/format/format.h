@@ -88,9 +88,9 @@ struct SegmentEntry {
   uint64_t bytes = 0;  // committed length; bytes above it are discardable
 };
 
-// A directory checkpoint (directory_file.h): where rows were, so that opening need not read every chunk. At most one is
+// An index snapshot (directory_file.h): where rows were, so that opening need not read every chunk. At most one is
 // written. Of several, the last one counts.
-struct CheckpointEntry {
+struct IndexSnapshotEntry {
   uint64_t file = 0;
   uint64_t bytes = 0;
 };
@@ -121,7 +121,7 @@ struct Manifest {
   uint64_t stored_rows = 0;
   std::vector<Field> fields;  // of floats; a table with rules of retention has the fields of usage after these
   std::vector<SegmentEntry> segments;
-  std::vector<CheckpointEntry> checkpoints;
+  std::vector<IndexSnapshotEntry> index_snapshots;
   std::string keep;  // name of the snapshot; empty: not kept
   std::string meta;  // the caller's JSON
   // ---- With kReaderFlagHistory; encode_manifest() sets the flag where there is one.

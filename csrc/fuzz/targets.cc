@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "base/error.h"
-#include "directory/checkpoint.h"
+#include "directory/index_snapshot_file.h"
 #include "format/format.h"
 #include "fuzz/memory_vfs.h"
 #include "kernels/kernels.h"
@@ -130,7 +130,7 @@ void directory(const uint8_t* data, size_t size) {
     }
   }
   constexpr int64_t kRows = 40;
-  const CheckpointEntry entry{1, file.size()};
+  const IndexSnapshotEntry entry{1, file.size()};
   MemoryVfs files;
   files.files["t/" + directory_name(1)] = std::move(file);
   LogMemory memory;
@@ -142,13 +142,14 @@ void directory(const uint8_t* data, size_t size) {
     const int64_t num_rows = rows->has_ranges() ? kRows : -1;
     try {
       Log log(files, "t", header.uuid, 16, 4096, memory);
-      const LoadedCheckpoint loaded = load_checkpoint(files, "t", entry, &log, rows.get(), num_rows, 1 << 16, 1 << 20);
+      const LoadedIndexSnapshot loaded =
+          load_index_snapshot(files, "t", entry, &log, rows.get(), num_rows, 1 << 16, 1 << 20);
       must(loaded.is_loaded || rows->stored_rows() == 0);
       must(loaded.lost == rows->stored_rows());  // there is no segment that an entry could name
     } catch (const Error&) {
     }
     try {
-      verify_checkpoint(files, "t", entry, header.uuid, num_rows, [](uint64_t) {});
+      verify_index_snapshot(files, "t", entry, header.uuid, num_rows, [](uint64_t) {});
     } catch (const Error&) {
     }
   }

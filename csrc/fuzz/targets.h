@@ -13,7 +13,7 @@ namespace bunkbed::fuzz {
 void manifest(const uint8_t* data, size_t size);
 // A segment: its header, and the trailer at its end.
 void segment(const uint8_t* data, size_t size);
-// A directory checkpoint, read into directories of both forms and verified.
+// An index snapshot, read into directories of both forms and verified.
 void directory(const uint8_t* data, size_t size);
 // A table of a manifest and one segment: opened, up to 40 rows read. data: the bits, u16 length of the manifest, the
 // manifest, the segment.

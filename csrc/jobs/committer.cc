@@ -101,10 +101,10 @@ std::unique_ptr<Committer::Job> Committer::prepare(const std::optional<std::stri
     job->manifest.writer_flags &= ~kWriterFlagCopy;
     if (meta.has_value()) job->manifest.meta = *meta;
     if (index_.ready().has_value()) {
-      job->manifest.checkpoints = {*index_.ready()};
+      job->manifest.index_snapshots = {*index_.ready()};
       job->has_index_snapshot = true;
     } else if (index_.is_superfluous()) {
-      job->manifest.checkpoints.clear();
+      job->manifest.index_snapshots.clear();
     }
     std::set<uint64_t> named;
     for (const SegmentEntry& entry : job->manifest.segments) named.insert(entry.segment);
@@ -199,7 +199,7 @@ void Committer::run(Job* job) {
       ++table_.counts.commits;
       table_.is_durable = true;
       if (job->has_index_snapshot) index_.committed_ready();
-      if (table_.committed.checkpoints.empty()) index_.committed_none();
+      if (table_.committed.index_snapshots.empty()) index_.committed_none();
     }
     job->pending->succeed(job->manifest.epoch);
     failpoint("commit.published");

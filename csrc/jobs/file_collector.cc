@@ -30,8 +30,8 @@ Manifests::Spared FileCollector::spared(size_t newest) const {
   spared.pinned.insert(table_.committed.epoch);
   for (const auto& [id, segment] : table_.store->log()->segments()) spared.segments.insert(id);
   spared.segments_end = table_.store->log()->next_segment();
-  spared.checkpoints = index_.numbers_in_use();
-  spared.checkpoints_end = index_.next_number();
+  spared.index_snapshots = index_.numbers_in_use();
+  spared.index_snapshots_end = index_.next_number();
   return spared;
 }
 

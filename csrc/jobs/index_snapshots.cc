@@ -9,15 +9,16 @@
 #include "base/error.h"
 #include "base/failpoints.h"
 #include "base/fault.h"
-#include "directory/checkpoint.h"
+#include "directory/index_snapshot_file.h"
 #include "directory/replay.h"
 
 namespace bunkbed {
 
 namespace {
 
-constexpr uint64_t kShare = 4;          // a snapshot takes at most one byte for so many bytes of records
-constexpr uint64_t kWorthClosing = 10;  // times checkpoint_rows: records whose replay close() spares the next opening
+constexpr uint64_t kShare = 4;  // a snapshot takes at most one byte for so many bytes of records
+// Times index_snapshot_rows: the records whose replay close() spares the next opening.
+constexpr uint64_t kWorthClosing = 10;
 
 // Whether a segment existed when the walk began. `segments` is sorted by number.
 bool is_known(const std::vector<SegmentCounts>& segments, uint64_t segment) {
@@ -33,13 +34,13 @@ void IndexSnapshots::load(const Manifest& manifest, size_t scratch_bytes) {
   Log* const log = table_.store->log();
   Directory* const directory = &table_.store->directory();
   const CountRule counts{.are_kept = table_.options.writable, .since = manifest.counts_since};
-  LoadedCheckpoint loaded;
-  if (!manifest.checkpoints.empty()) {
+  LoadedIndexSnapshot loaded;
+  if (!manifest.index_snapshots.empty()) {
     const uint64_t most_rows = manifest.deletions_from > 0 ? table_.max_rows() : manifest.stored_rows;
-    loaded = load_checkpoint(table_.vfs, table_.path, manifest.checkpoints.back(), log, directory, table_.spec.num_rows,
-                             most_rows, scratch_bytes, counts);
+    loaded = load_index_snapshot(table_.vfs, table_.path, manifest.index_snapshots.back(), log, directory,
+                                 table_.spec.num_rows, most_rows, scratch_bytes, counts);
   }
-  failpoint("open.checkpoint");
+  failpoint("open.index_snapshot");
   std::vector<Segment*> later;
   for (const auto& [id, segment] : log->segments()) {
     if (!loaded.is_loaded || segment->epoch >= loaded.replay_epoch) later.push_back(segment.get());
@@ -51,7 +52,7 @@ void IndexSnapshots::load(const Manifest& manifest, size_t scratch_bytes) {
   if (lost > 0) {
     throw Error(ErrorKind::kCorruption,
                 "table '" + table_.name + "': " + std::to_string(lost) + " rows of " +
-                    directory_name(manifest.checkpoints.back().file) +
+                    directory_name(manifest.index_snapshots.back().file) +
                     " point at segments the commit does not have; no row is lost by it: bunkbed "
                     "check --repair builds the directory from the segments");
   }
@@ -72,7 +73,7 @@ uint64_t IndexSnapshots::records_to_replay() const {
 }
 
 bool IndexSnapshots::is_superfluous() const {
-  return replay_epoch_ > 0 && table_.store->directory().num_entries() < checkpoint_rows;
+  return replay_epoch_ > 0 && table_.store->directory().num_entries() < index_snapshot_rows;
 }
 
 // Later snapshots have later epochs.
@@ -87,7 +88,7 @@ std::set<uint64_t> IndexSnapshots::numbers_in_use() const {
   if (ready_.has_value()) numbers.insert(ready_->file);
   if (is_under_way_) numbers.insert(number_);
   // rewind() collects before it writes the manifest that names the snapshot of the old commit again.
-  for (const CheckpointEntry& checkpoint : table_.committed.checkpoints) numbers.insert(checkpoint.file);
+  for (const IndexSnapshotEntry& index_snapshot : table_.committed.index_snapshots) numbers.insert(index_snapshot.file);
   return numbers;
 }
 
@@ -96,7 +97,7 @@ void IndexSnapshots::consider() {
   {
     const auto guard = table_.lock.slice();
     const size_t stored = table_.store->directory().num_entries();
-    if (stop_ || is_under_way_ || ready_.has_value() || stored < checkpoint_rows) return;
+    if (stop_ || is_under_way_ || ready_.has_value() || stored < index_snapshot_rows) return;
     uint64_t bytes = stored * (sizeof(int64_t) + kPackedEntryBytes);
     if (table_.spec.num_rows > 0)
       bytes = std::min(bytes, static_cast<uint64_t>(table_.spec.num_rows) * kPackedEntryBytes);
@@ -111,7 +112,7 @@ void IndexSnapshots::consider() {
     before = std::move(thread_);
   }
   if (before != nullptr) before->join();  // its walk is over
-  if (!checkpoints_in_line) {
+  if (!index_snapshots_in_line) {
     const auto guard = table_.lock.slice();
     try {
       thread_ = std::make_unique<std::thread>([this] { take(); });
@@ -132,7 +133,7 @@ struct IndexSnapshots::Walk {
 
 void IndexSnapshots::take() {
   Walk walk;
-  std::optional<CheckpointEntry> taken;
+  std::optional<IndexSnapshotEntry> taken;
   try {
     taken = write(&walk);
   } catch (const Error&) {
@@ -160,7 +161,7 @@ void sort_by_row(std::vector<int64_t>* rows, std::vector<Entry>* entries) {
 
 }  // namespace
 
-std::optional<CheckpointEntry> IndexSnapshots::write(Walk* walk) {
+std::optional<IndexSnapshotEntry> IndexSnapshots::write(Walk* walk) {
   const auto is_over = [&]() REQUIRES(table_.lock) {
     return stop_ || table_.store == nullptr || store_number_ != walk->store;
   };
@@ -191,8 +192,8 @@ std::optional<CheckpointEntry> IndexSnapshots::write(Walk* walk) {
                           static_cast<uint32_t>(segment->counts)});
     }
   }
-  failpoint("checkpoint.started");
-  CheckpointFile file(table_.vfs, table_.path, header, segments);
+  failpoint("index_snapshot.started");
+  IndexSnapshotFile file(table_.vfs, table_.path, header, segments);
   std::vector<int64_t> rows;
   std::vector<Entry> entries;
   uint64_t slots = 0;
@@ -214,7 +215,7 @@ std::optional<CheckpointEntry> IndexSnapshots::write(Walk* walk) {
     size_t kept = 0;
     uint64_t last = ~0ull;  // neighbours are mostly in one segment
     for (size_t i = 0; i < rows.size(); ++i) {
-      if (entries[i] == kAbsent || (is_count(entries[i]) && fault_is("checkpoint_without_counts"))) continue;
+      if (entries[i] == kAbsent || (is_count(entries[i]) && fault_is("index_snapshot_without_counts"))) continue;
       if (is_count(entries[i])) {
         rows[kept] = rows[i];
         entries[kept++] = entries[i];
@@ -227,7 +228,7 @@ std::optional<CheckpointEntry> IndexSnapshots::write(Walk* walk) {
       entries[kept++] = entries[i];
     }
     file.add(rows.data(), entries.data(), kept);
-    failpoint("checkpoint.part");
+    failpoint("index_snapshot.part");
   }
   return file.finish();
 }
@@ -242,9 +243,9 @@ bool IndexSnapshots::is_worth_closing_with() const {
   // An unchanged copy must keep its flag, and a kept commit must stay the newest one.
   const bool may_commit = (table_.committed.writer_flags & kWriterFlagCopy) == 0 && table_.committed.keep.empty();
   const size_t stored = table_.store->directory().num_entries();
-  return is_committed && may_commit && stored >= checkpoint_rows &&
+  return is_committed && may_commit && stored >= index_snapshot_rows &&
          table_.store->disk().has_bytes(DiskBudget::index_snapshot_estimate(stored)) &&
-         records_to_replay() >= kWorthClosing * checkpoint_rows;
+         records_to_replay() >= kWorthClosing * index_snapshot_rows;
 }
 
 bool IndexSnapshots::prepare_to_close(bool may_take) {

@@ -1,6 +1,6 @@
 // Index snapshots (the position of each row in the log), with which opening need not replay the log. Decides when a
-// table takes one and how a commit names it. directory/checkpoint.h says why one is right although the table changes
-// meanwhile.
+// table takes one and how a commit names it. directory/index_snapshot_file.h says why one is right although the table
+// changes meanwhile.
 //
 //   1. After a commit, a snapshot is taken when opening would replay many records: an eighth of the stored rows. When
 //      records are so small that a snapshot takes more than a quarter of these records' bytes, it waits for more
@@ -30,9 +30,9 @@
 namespace bunkbed {
 
 // Tables of fewer rows take none. Tests of small tables lower it.
-inline std::atomic<uint64_t> checkpoint_rows{100'000};
+inline std::atomic<uint64_t> index_snapshot_rows{100'000};
 // Take a snapshot on the committing thread, so that tests know when.
-inline std::atomic<bool> checkpoints_in_line{false};
+inline std::atomic<bool> index_snapshots_in_line{false};
 
 class IndexSnapshots {
  public:
@@ -55,7 +55,7 @@ class IndexSnapshots {
   // Before the store is destroyed: a walk under way ends at its next part, and its file is not used.
   void forget_store() REQUIRES(table_.lock);
   // The snapshot that the next commit will name, if one is ready.
-  const std::optional<CheckpointEntry>& ready() const { return ready_; }
+  const std::optional<IndexSnapshotEntry>& ready() const { return ready_; }
   // Whether the next commit should name no snapshot: so many rows were deleted that none is worth its place. It would
   // keep every later tombstone in the log.
   bool is_superfluous() const REQUIRES(table_.lock);
@@ -74,8 +74,8 @@ class IndexSnapshots {
   struct Walk;
   uint64_t records_to_replay() const REQUIRES(table_.lock);
   bool is_worth_closing_with() const REQUIRES(table_.lock);
-  void take();                                       // takes the lock
-  std::optional<CheckpointEntry> write(Walk* walk);  // takes the lock
+  void take();                                          // takes the lock
+  std::optional<IndexSnapshotEntry> write(Walk* walk);  // takes the lock
 
   TableState& table_;
   const DeviceLink& device_;
@@ -85,7 +85,7 @@ class IndexSnapshots {
   bool is_under_way_ GUARDED_BY(table_.lock) = false;
   uint64_t number_ GUARDED_BY(table_.lock) = 0;  // of the snapshot under way
   uint64_t next_number_ = 1;
-  std::optional<CheckpointEntry> ready_;  // durable, and named by no commit yet
+  std::optional<IndexSnapshotEntry> ready_;  // durable, and named by no commit yet
   uint64_t ready_epoch_ GUARDED_BY(table_.lock) = 0;
   uint64_t replay_epoch_ GUARDED_BY(table_.lock) = 0;  // of the snapshot that the last commit names; 0: none
 };

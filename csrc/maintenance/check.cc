@@ -9,7 +9,7 @@
 #include "base/error.h"
 #include "commit/cursors.h"
 #include "commit/manifests.h"
-#include "directory/checkpoint.h"
+#include "directory/index_snapshot_file.h"
 #include "directory/count_rows.h"
 #include "format/format.h"
 #include "format/record.h"
@@ -195,7 +195,7 @@ class TableCheck {
   CheckedTable run() {
     load_manifests();
     check_segments();
-    check_checkpoints();
+    check_index_snapshots();
     count_rows();
     list_directory();
     for (const uint64_t epoch : result_.epochs) {
@@ -267,8 +267,8 @@ class TableCheck {
       }
     }
     for (const auto& [epoch, manifest] : loaded_) {
-      for (const CheckpointEntry& entry : manifest.checkpoints) {
-        const auto [found, is_new] = checkpoints_.try_emplace(entry.file, NamedCheckpoint{entry, {}});
+      for (const IndexSnapshotEntry& entry : manifest.index_snapshots) {
+        const auto [found, is_new] = index_snapshots_.try_emplace(entry.file, NamedIndexSnapshot{entry, {}});
         found->second.epochs.push_back(epoch);
         if (is_new) total_ += entry.bytes;
       }
@@ -340,17 +340,17 @@ class TableCheck {
     return found;
   }
 
-  struct NamedCheckpoint {
-    CheckpointEntry entry;
+  struct NamedIndexSnapshot {
+    IndexSnapshotEntry entry;
     std::vector<uint64_t> epochs;
   };
 
-  void check_checkpoints() {
-    for (const auto& [number, named] : checkpoints_) {
+  void check_index_snapshots() {
+    for (const auto& [number, named] : index_snapshots_) {
       const Manifest& manifest = loaded_.at(named.epochs.front());
       try {
-        verify_checkpoint(vfs_, path_, named.entry, manifest.uuid, manifest.num_rows,
-                          [this](uint64_t bytes) { advance(bytes); });
+        verify_index_snapshot(vfs_, path_, named.entry, manifest.uuid, manifest.num_rows,
+                              [this](uint64_t bytes) { advance(bytes); });
       } catch (const Error& error) {
         std::vector<uint64_t> epochs;
         for (const uint64_t epoch : named.epochs) {
@@ -408,9 +408,9 @@ class TableCheck {
       if (name == kLockName || name.starts_with(kCursorPrefix) || parse_name(name, "manifest-", &number)) continue;
       const bool is_temporary = name.rfind(kTemporaryPrefix, 0) == 0;
       const bool is_segment = parse_name(name, "segment-", &number);
-      const bool is_checkpoint = parse_name(name, "directory-", &number);
-      if (is_checkpoint && (checkpoints_.contains(number) || !all_known)) continue;
-      if (!is_temporary && !is_segment && !is_checkpoint) {
+      const bool is_index_snapshot = parse_name(name, "directory-", &number);
+      if (is_index_snapshot && (index_snapshots_.contains(number) || !all_known)) continue;
+      if (!is_temporary && !is_segment && !is_index_snapshot) {
         result_.problems.push_back({"stranger", name, -1, "a file that is none of the table's: " + name, {}});
         continue;
       }
@@ -424,7 +424,7 @@ class TableCheck {
         result_.leftovers.push_back({"temporary", name, bytes});
         continue;
       }
-      if (is_checkpoint) {
+      if (is_index_snapshot) {
         result_.leftovers.push_back({"directory", name, bytes});
         continue;
       }
@@ -445,7 +445,7 @@ class TableCheck {
   const Manifests manifests_;
   std::map<uint64_t, Manifest> loaded_;
   std::map<uint64_t, Wanted> wanted_;
-  std::map<uint64_t, NamedCheckpoint> checkpoints_;
+  std::map<uint64_t, NamedIndexSnapshot> index_snapshots_;
   std::set<uint64_t> damaged_;
   uint64_t total_ = 0;
   CheckedTable result_;

@@ -1,7 +1,7 @@
 // Reads everything that a table's commits name and lists the problems. Changes nothing; repair.h repairs.
 //
 // In order: every manifest; every segment once, however many commits name it: header, chunks, ids, each record's
-// checksum, and that unused bytes are zero; every directory checkpoint; then, for each commit, that its segments hold
+// checksum, and that unused bytes are zero; every index snapshot; then, for each commit, that its segments hold
 // as many rows as it says. A few threads take a segment each; the problems are listed in the order of the segments.
 // Memory is a chunk's index and a piece of a segment for each thread, and the ids of the count, inside `ram_bytes`.
 #pragma once

@@ -27,7 +27,7 @@ LogMemory small_memory() {
 // Encodes a manifest without the parts that a copy changes. Two commits are the same when these bytes are.
 Bytes content_of(Manifest manifest) {
   manifest.writer_flags &= ~(kWriterFlagCopy | kWriterFlagRun);
-  manifest.checkpoints.clear();
+  manifest.index_snapshots.clear();
   manifest.keep.clear();
   return encode_manifest(manifest);
 }
@@ -51,7 +51,7 @@ class Copy {
       Manifest copied = manifest_;
       copied.writer_flags |= kWriterFlagCopy;
       if (!options_.for_run) copied.writer_flags &= ~kWriterFlagRun;
-      copied.checkpoints.clear();  // a directory checkpoint only saves time; the segments hold everything
+      copied.index_snapshots.clear();  // an index snapshot only saves time; the segments hold everything
       target_.write(copied);
     }
     if (!options_.for_run) target_.collect({});

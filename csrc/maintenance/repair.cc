@@ -5,7 +5,7 @@
 
 #include "base/error.h"
 #include "commit/manifests.h"
-#include "directory/checkpoint.h"
+#include "directory/index_snapshot_file.h"
 #include "format/format.h"
 
 namespace bunkbed {
@@ -41,7 +41,7 @@ class Repair {
                                             "the run's folder");
     }
     if (options_.fall_back_to.has_value()) fall_back(*options_.fall_back_to);
-    void_checkpoints();
+    void_index_snapshots();
     remove_commits();
     remove_leftovers();
     forget_problems();
@@ -54,7 +54,7 @@ class Repair {
     return std::find(sound.begin(), sound.end(), epoch) != sound.end();
   }
 
-  void void_checkpoints() {
+  void void_index_snapshots() {
     std::vector<Problem> others;
     for (Problem& problem : result_.table.problems) {
       uint64_t number;
@@ -62,7 +62,7 @@ class Repair {
         others.push_back(std::move(problem));
         continue;
       }
-      write_void_checkpoint(vfs_, path_, loaded_.at(problem.epochs.front()).uuid, number);
+      write_void_index_snapshot(vfs_, path_, loaded_.at(problem.epochs.front()).uuid, number);
       result_.done.push_back("emptied " + problem.file +
                              ", which was damaged; the next opening builds the directory from "
                              "the segments");
@@ -129,7 +129,7 @@ class Repair {
 
   void remove_leftovers() {
     std::map<uint64_t, uint64_t> named;  // segment -> length
-    std::set<uint64_t> checkpoints;
+    std::set<uint64_t> index_snapshots;
     bool all_known = true;
     for (const uint64_t epoch : result_.table.epochs) {
       if (std::count(removed_.begin(), removed_.end(), epoch) != 0) continue;
@@ -140,7 +140,7 @@ class Repair {
         uint64_t& bytes = named[entry.segment];
         bytes = std::max(bytes, entry.bytes);
       }
-      for (const CheckpointEntry& entry : found->second.checkpoints) checkpoints.insert(entry.file);
+      for (const IndexSnapshotEntry& entry : found->second.index_snapshots) index_snapshots.insert(entry.file);
     }
     bool names_changed = false;
     const auto remove = [&](const std::string& name, uint64_t bytes, const char* what) {
@@ -151,9 +151,9 @@ class Repair {
     for (const std::string& name : vfs_.list(path_)) {
       uint64_t number;
       const bool is_temporary = name.rfind(kTemporaryPrefix, 0) == 0;
-      const bool is_checkpoint = parse_name(name, "directory-", &number);
-      if (!is_temporary && !is_checkpoint && !parse_name(name, "segment-", &number)) continue;
-      if (is_checkpoint && checkpoints.contains(number)) continue;
+      const bool is_index_snapshot = parse_name(name, "directory-", &number);
+      if (!is_temporary && !is_index_snapshot && !parse_name(name, "segment-", &number)) continue;
+      if (is_index_snapshot && index_snapshots.contains(number)) continue;
       uint64_t bytes = 0;
       try {
         bytes = vfs_.open(path_ + "/" + name, false)->size();
@@ -162,7 +162,7 @@ class Repair {
       }
       if (is_temporary) {
         remove(name, bytes, "of a commit that did not finish");
-      } else if (is_checkpoint || !named.contains(number)) {
+      } else if (is_index_snapshot || !named.contains(number)) {
         if (all_known) remove(name, bytes, "which no commit names");
       } else if (bytes > named[number]) {
         vfs_.truncate(path_ + "/" + name, named[number]);

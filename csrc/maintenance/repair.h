@@ -4,11 +4,11 @@
 //   1. the table is checked in full;
 //   2. with fall_back_to: the named commit, if it is sound, is written again as the newest one, under a number that no
 //      commit ever had;
-//   3. a damaged or missing directory checkpoint is replaced by a file without entries. The next opening reads the
+//   3. a damaged or missing index snapshot is replaced by a file without entries. The next opening reads the
 //      segments instead. The commits that name it, snapshots too, stay as they are;
 //   4. commits that cannot be read, or only in part, are removed, except those that a run names and readable ones that
 //      a name keeps. Outside a run no commit is removed while the newest is damaged;
-//   5. bytes that belong to no commit are removed: unfinished commits, segments, directory checkpoints, bytes above the
+//   5. bytes that belong to no commit are removed: unfinished commits, segments, index snapshots, bytes above the
 //      committed lengths.
 #pragma once
 

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kMostAsked = 100;  // the most write-backs that one call requests
 
-class NoDeviceCache final : public Holder {
+class NoDeviceCache final : public DeviceCache {
  public:
   size_t num_held() const override { return 0; }
   size_t max_held() const override { return 0; }
@@ -23,7 +23,7 @@ class NoDeviceCache final : public Holder {
   void arrived(const int64_t*, size_t) override {}
 };
 
-std::shared_ptr<Holder> no_device_cache() {
+std::shared_ptr<DeviceCache> no_device_cache() {
   static const auto none = std::make_shared<NoDeviceCache>();
   return none;
 }
@@ -32,7 +32,7 @@ std::shared_ptr<Holder> no_device_cache() {
 
 DeviceLink::DeviceLink(TableState& table) : table_(table), cache_(no_device_cache()) {}
 
-void DeviceLink::attach(std::shared_ptr<Holder> cache, std::function<void()> write_back) {
+void DeviceLink::attach(std::shared_ptr<DeviceCache> cache, std::function<void()> write_back) {
   if (is_attached_) {
     throw Error(ErrorKind::kInvalid,
                 "table '" + table_.name + "' has a device cache already; a table has one at a time");
@@ -43,7 +43,7 @@ void DeviceLink::attach(std::shared_ptr<Holder> cache, std::function<void()> wri
   table_.store->disk().reserve_held(max_rows());
 }
 
-void DeviceLink::detach(std::shared_ptr<Holder>* cache, std::function<void()>* write_back) {
+void DeviceLink::detach(std::shared_ptr<DeviceCache>* cache, std::function<void()>* write_back) {
   is_attached_ = false;
   *cache = std::exchange(cache_, no_device_cache());
   *write_back = std::exchange(write_back_, nullptr);

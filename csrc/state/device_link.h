@@ -7,7 +7,7 @@
 #include <functional>
 #include <memory>
 
-#include "device/holder.h"
+#include "device/device_cache.h"
 #include "state/table_lock.h"
 #include "state/table_state.h"
 
@@ -21,9 +21,9 @@ class DeviceLink {
 
   bool is_attached() const REQUIRES(table_.lock) { return is_attached_; }
   // `write_back` is called without the lock. When it returns, the table has every row that the cache held.
-  void attach(std::shared_ptr<Holder> cache, std::function<void()> write_back) REQUIRES(table_.lock);
+  void attach(std::shared_ptr<DeviceCache> cache, std::function<void()> write_back) REQUIRES(table_.lock);
   // Swaps out what attach() took. The caller destroys it without the lock, because it may refer to this table.
-  void detach(std::shared_ptr<Holder>* cache, std::function<void()>* write_back) REQUIRES(table_.lock);
+  void detach(std::shared_ptr<DeviceCache>* cache, std::function<void()>* write_back) REQUIRES(table_.lock);
 
   size_t num_held() const REQUIRES(table_.lock) { return cache_->num_held(); }
   // The most rows that the cache can hold.
@@ -61,7 +61,7 @@ class DeviceLink {
 
   TableState& table_;
   bool is_attached_ GUARDED_BY(table_.lock) = false;
-  std::shared_ptr<Holder> cache_ GUARDED_BY(table_.lock);  // never null
+  std::shared_ptr<DeviceCache> cache_ GUARDED_BY(table_.lock);  // never null
   std::function<void()> write_back_ GUARDED_BY(table_.lock);
 };
 

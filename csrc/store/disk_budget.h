@@ -84,7 +84,7 @@ class DiskBudget {
   // To change so many more rows in one call at any time.
   uint64_t needed_for(uint64_t rows) const;
 
-  // The most bytes of an index snapshot of so many rows; see directory/checkpoint.h.
+  // The most bytes of an index snapshot of so many rows; see directory/index_snapshot_file.h.
   static uint64_t index_snapshot_estimate(uint64_t rows) { return 16 * rows + (64u << 10); }
   static uint64_t slack_bytes(uint64_t segment_bytes, const LogMemory& memory);
 

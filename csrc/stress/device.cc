@@ -19,13 +19,13 @@ Device::Device(Subject& subject, size_t frames)
 void Device::attach() {
   map_ = DeviceMap::make(subject_.name(), num_frames_);
   memory_.assign(num_frames_ * floats_, -1.0f);
-  subject_.table->set_holder(map_, [this] { write_back(); });
+  subject_.table->set_device_cache(map_, [this] { write_back(); });
 }
 
 void Device::detach() {
   if (map_ == nullptr) return;
   write_back();
-  subject_.table->set_holder(nullptr, nullptr);
+  subject_.table->set_device_cache(nullptr, nullptr);
   map_.reset();
 }
 

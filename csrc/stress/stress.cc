@@ -77,16 +77,16 @@ class Folder {
   std::string path_;
 };
 
-// Makes small tables compact and take checkpoints until the destructor restores the settings.
+// Makes small tables compact and take index snapshots until the destructor restores the settings.
 class Knobs {
  public:
-  Knobs() : rows_(checkpoint_rows), slack_(compaction_slack_bytes), threads_(num_threads()) {
-    checkpoint_rows = 1;
+  Knobs() : rows_(index_snapshot_rows), slack_(compaction_slack_bytes), threads_(num_threads()) {
+    index_snapshot_rows = 1;
     compaction_slack_bytes = 4u << 10;
     set_num_threads(3);
   }
   ~Knobs() {
-    checkpoint_rows = rows_;
+    index_snapshot_rows = rows_;
     compaction_slack_bytes = slack_;
     set_num_threads(threads_);
   }

@@ -32,7 +32,8 @@ struct Outcome {
 
 // Names that Options::kind takes.
 std::vector<std::string> kinds();
-// Sets process-wide knobs (checkpoint_rows, compaction_slack_bytes) while it runs. Error(kInvalid): an unknown kind.
+// Sets process-wide knobs (index_snapshot_rows, compaction_slack_bytes) while it runs. Error(kInvalid): an unknown
+// kind.
 Outcome run(const Options& options);
 
 }  // namespace bunkbed::stress

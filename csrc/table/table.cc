@@ -89,18 +89,18 @@ void Table::scatter_records(const int64_t* ids, size_t n, const std::byte* recor
   parts_->writer.scatter_records(ids, n, records);
 }
 
-void Table::set_holder(std::shared_ptr<Holder> holder, std::function<void()> write_back) {
+void Table::set_device_cache(std::shared_ptr<DeviceCache> cache, std::function<void()> write_back) {
   TableState& t = parts_->state;
-  if (holder == nullptr) {
+  if (cache == nullptr) {
     std::function<void()> gone;
     const auto guard = t.lock.exclusive(TableLock::Commits::kMayRun);
-    parts_->device.detach(&holder, &gone);
+    parts_->device.detach(&cache, &gone);
     return;
   }
-  const auto guard = parts_->disk.lock_for_device_cache(holder->max_held());
+  const auto guard = parts_->disk.lock_for_device_cache(cache->max_held());
   if (t.spec.retention.has_admission()) throw no_device_cache_with_admission(t.name);
   t.store->disk().forget_admitted();  // attach() reserves the room
-  parts_->device.attach(std::move(holder), std::move(write_back));
+  parts_->device.attach(std::move(cache), std::move(write_back));
 }
 
 // ---- Durability
@@ -262,8 +262,8 @@ TableStats Table::stats() {
     stats.written_counts = log->stats().written_counts;
     stats.segments = log->segments().size();
     for (const auto& [id, segment] : log->segments()) stats.open_files += segment->file->is_open();
-    for (const CheckpointEntry& entry : t.committed.checkpoints) stats.checkpoint_bytes += entry.bytes;
-    stats.disk_bytes = t.store->disk().used_bytes() + (t.options.writable ? 0 : stats.checkpoint_bytes);
+    for (const IndexSnapshotEntry& entry : t.committed.index_snapshots) stats.index_snapshot_bytes += entry.bytes;
+    stats.disk_bytes = t.store->disk().used_bytes() + (t.options.writable ? 0 : stats.index_snapshot_bytes);
     stats.disk_limit_bytes = t.store->disk().limit();
     stats.snapshot_bytes = t.store->disk().snapshot_bytes();
     stats.stall_s = t.counts.stall_s + stats.log.read_wait_s;

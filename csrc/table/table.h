@@ -19,7 +19,7 @@
 #include "batch/batch.h"
 #include "commit/manifests.h"
 #include "commit/pending_commit.h"
-#include "device/holder.h"
+#include "device/device_cache.h"
 #include "format/format.h"
 #include "jobs/prefetcher.h"
 #include "state/table_spec.h"
@@ -41,7 +41,7 @@ struct TableStats {
   uint64_t tombstones = 0;      // in the log
   uint64_t counted_ids = 0;     // ids that steps have named and not stored yet; of a reader, those of its commit
   uint64_t written_counts = 0;  // to the log
-  uint64_t live_bytes = 0, segments = 0, open_files = 0, checkpoint_bytes = 0;
+  uint64_t live_bytes = 0, segments = 0, open_files = 0, index_snapshot_bytes = 0;
   uint64_t indexed_records = 0;  // records that opening, refresh() and rewind() replayed to find the rows
   uint64_t staged_rows = 0, window_batches = 0, window_bytes = 0, staging_depth = 0;
   double stall_s = 0.0;  // time that lookups and updates waited for reads, staged or not
@@ -92,14 +92,14 @@ class Table {
   // rows that are not stored are skipped. `changes`: throws if the number of changes is another one by now.
   Erased erase(const int64_t* ids, size_t n, std::optional<uint64_t> changes = std::nullopt);
 
-  // ---- For a device cache: whole records, and rows whose newest value it has (see holder.h). A commit, scan or rewind
+  // ---- For a device cache: whole records, and rows whose newest value it has (see device_cache.h). A commit, scan or rewind
   // first makes it write these rows back.
   void gather_records(const int64_t* ids, size_t n, std::byte* records);  // (n, payload_bytes)
   // The ids are distinct. The device cache holds all of these rows (a write-back) or none.
   void scatter_records(const int64_t* ids, size_t n, const std::byte* records);
   // Attaches a device cache, one at a time. Null detaches it, and drops the rows that it holds. `write_back` is called
   // without the lock, and scatters every row that the cache holds before it returns.
-  void set_holder(std::shared_ptr<Holder> holder, std::function<void()> write_back);
+  void set_device_cache(std::shared_ptr<DeviceCache> cache, std::function<void()> write_back);
 
   // ---- Durability
   // The commit is durable when it returns. Other threads' calls go on meanwhile. See jobs/committer.h. A table in RAM

@@ -7,12 +7,12 @@
 #include <set>
 #include <vector>
 
-#include "device/holder.h"
+#include "device/device_cache.h"
 
 namespace bunkbed::test {
 
 // A device cache of which a test says what it holds.
-struct SomeRows final : Holder {
+struct SomeRows final : DeviceCache {
   std::set<int64_t> held, in_use;
   std::vector<int64_t> dropped, written;  // rows of give_up() and of arrived()
   size_t most = 10;

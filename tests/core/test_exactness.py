@@ -63,7 +63,7 @@ def test_rows_are_bit_identical(
     _native.set_io(io)
     assert _native.simd() == level
     totals = exactness.train(PLAN, expected, tmp_path / "table", ram=budgets[name])
-    assert totals["checkpoint_bytes"] > 0  # of the table that was opened in the middle
+    assert totals["index_snapshot_bytes"] > 0  # of the table that was opened in the middle
     # A run that does not evict and compact shows nothing.
     assert totals["compactions"] >= 3
     if name == "everything":

@@ -32,7 +32,7 @@ class Device:
         self.core = table.core
         self.map = _native.DeviceMap(self.core, frames)
         self.records = np.zeros((frames, self.core.payload_bytes()), np.uint8)
-        self.core.set_holder(self.map, self.write_back)
+        self.core.set_device_cache(self.map, self.write_back)
 
     def write_back(self) -> None:
         ids, frames = self.map.dirty()
@@ -257,7 +257,7 @@ def test_one_cache_at_a_time() -> None:
     Device(table, 4)
     with pytest.raises(ValueError, match="table 'table' has a device cache already"):
         Device(table, 4)
-    table.core.set_holder(None, None)
+    table.core.set_device_cache(None, None)
     Device(table, 4)
 
 
@@ -272,8 +272,8 @@ def test_a_limit_of_the_files_has_room_for_the_cache(tmp_path: Path) -> None:
     table = limited(int(str(error.value).rpartition("disk=")[2]) + (3 << 20))
     core = table.core
     with pytest.raises(OSError, match="no room for the 100000 rows of a device cache within disk="):
-        core.set_holder(_native.DeviceMap(core, 1 << 30), None)
-    core.set_holder(_native.DeviceMap(core, 1000), None)
+        core.set_device_cache(_native.DeviceMap(core, 1 << 30), None)
+    core.set_device_cache(_native.DeviceMap(core, 1000), None)
     records = np.empty((500, core.payload_bytes()), np.uint8)
     values = np.ones((500, 60), np.float32)
     refused = "stored rows, those of its device cache included, are more than its limit"
@@ -289,7 +289,7 @@ def test_a_limit_of_the_files_has_room_for_the_cache(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=refused):
         table.set(ids, values)
     core.gather_records(ids - 500, records)  # of rows that are stored there is no more to come
-    core.set_holder(None, None)
+    core.set_device_cache(None, None)
     table.set(ids, values)
     table.close(commit=False)
 

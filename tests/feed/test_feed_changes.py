@@ -24,7 +24,7 @@ def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Made]:
     if request.param == "any id":
         facts["num_rows"] = None
     _native.set_compaction_slack(4 << 10)
-    _native.set_checkpoints(50, in_line=True)
+    _native.set_index_snapshots(50, in_line=True)
     try:
         if "run" in request.param:
             with bb.Run(path) as run:
@@ -43,7 +43,7 @@ def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Made]:
                 yield table, table.commit, {"path": path}
     finally:
         _native.set_compaction_slack(256 << 10)
-        _native.set_checkpoints()
+        _native.set_index_snapshots()
 
 
 def step(table: bb.Table, oracle: ReferenceTable, rng: np.random.Generator) -> None:

@@ -67,4 +67,4 @@ def test_what_is_not_there_is_found() -> None:
     assert missing("as PAGES section 2 says") == ["PAGES"]
     assert missing("// docs/design/engine.md,\n// rule 99") == ["rule 99"]
     assert missing('FORMAT.md, "No such heading"') == ["FORMAT.md, 'No such heading'"]
-    assert missing('FORMAT.md, "Directory checkpoint"; docs/design/engine.md, rules 10 to 13') == []
+    assert missing('FORMAT.md, "Index snapshot"; docs/design/engine.md, rules 10 to 13') == []

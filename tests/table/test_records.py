@@ -1,4 +1,4 @@
-"""Whole records, for a tier above the table: moved bit for bit, and never read behind their holder's back."""
+"""Whole records, for a device cache: moved bit for bit, and never read while the cache has a newer value."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_held_rows_are_refused_until_written_back(tmp_path: Path) -> None:
             table.core.scatter_records(ids, records)
             device.mark_clean(frames)
 
-    table.core.set_holder(device, write_back)
+    table.core.set_device_cache(device, write_back)
     plan = device.plan(table.core.batch(IDS))
     assert plan is not None
     table.core.gather_records(plan.load_ids, records)
@@ -88,7 +88,7 @@ def test_a_closed_table_lets_go_of_its_holder() -> None:
     table = make(None)
     gone = weakref.ref(table)
     device = _native.DeviceMap(table.core, frames=4)
-    table.core.set_holder(device, lambda table=table: table.step)  # refers to the table, as a device cache does
+    table.core.set_device_cache(device, lambda table=table: table.step)  # refers to the table, as a device cache does
     table.close()
     del table
     gc.collect()

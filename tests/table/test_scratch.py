@@ -190,18 +190,18 @@ def test_a_killed_process_leaves_no_row(tmp_path: Path) -> None:
         assert len(table) == 0
 
 
-def test_closing_it_takes_no_directory_checkpoint(tmp_path: Path) -> None:
-    _native.set_checkpoints(1, in_line=True)
+def test_closing_it_takes_no_index_snapshot(tmp_path: Path) -> None:
+    _native.set_index_snapshots(1, in_line=True)
     _native.arm_failpoint("", 0, "count")
     try:
         with scratch(tmp_path / "t") as table:
             churn(table, 60)
             table.commit()
         # Not even one that is removed again.
-        assert dict(_native.failpoint_counts())["checkpoint.started"] == 0
+        assert dict(_native.failpoint_counts())["index_snapshot.started"] == 0
     finally:
         _native.disarm_failpoints()
-        _native.set_checkpoints()
+        _native.set_index_snapshots()
     assert names(tmp_path / "t") == ["lock", "manifest-0000000000000000"]
 
 

@@ -71,7 +71,7 @@ class TableMachine(RuleBasedStateMachine):
             if not bounded:  # ids never seen need room in the directory, which no table can know when it opens
                 self.ram += 64 * NUM_ROWS
         self.path = self.folder / "table"
-        _native.set_checkpoints(20, in_line=True)  # small tables too are opened from directory checkpoints
+        _native.set_index_snapshots(20, in_line=True)  # small tables too are opened from index snapshots
         self.table = bb.create(self.path, ram=self.ram, **kwargs)
         self.oracle = ReferenceTable(**kwargs)
         self.committed = copy.deepcopy(self.oracle)
@@ -82,7 +82,7 @@ class TableMachine(RuleBasedStateMachine):
         self.seen: ReferenceTable | None = None
 
     def teardown(self) -> None:
-        _native.set_checkpoints()
+        _native.set_index_snapshots()
         if not hasattr(self, "table"):
             return
         try:

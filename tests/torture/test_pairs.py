@@ -56,7 +56,7 @@ def _new(path: Path) -> Path:
 
 @pytest.mark.parametrize("commit", [True, False])
 def test_new_hyperparameters_are_committed_when_the_table_is_and_only_then(tmp_path: Path, commit: bool) -> None:
-    with small_tables():  # a directory checkpoint is due when it is closed
+    with small_tables():  # an index snapshot is due when it is closed
         table = bb.create(tmp_path / "t", dim=4, num_rows=100, optimizer=bb.SGD(lr=0.5), ram="8MiB")
         for _ in range(9):
             table.update(np.arange(100), np.ones((100, 4), np.float32))

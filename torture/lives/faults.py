@@ -328,7 +328,7 @@ def stumble(story: ModuleType, states: list[State], at: int, name: str, struck: 
     if name in SILENT:
         faulty.repeat_every(STRIDE)
     _native.set_compaction_slack(COMPACTION_SLACK)
-    _native.set_checkpoints(1, in_line=True)
+    _native.set_index_snapshots(1, in_line=True)
     with folder() as root:
         stumbler = Stumbler(story, root / "it", states)
         _native.use_vfs(faulty)
@@ -355,7 +355,7 @@ def operations(story: ModuleType, states: list[State], *, count_reads: bool) -> 
     faulty.count_reads(count_reads)
     faulty.set_fault(0)
     _native.set_compaction_slack(COMPACTION_SLACK)
-    _native.set_checkpoints(1, in_line=True)
+    _native.set_index_snapshots(1, in_line=True)
     with folder() as root:
         stumbler = Stumbler(story, root / "it", states)
         _native.use_vfs(faulty)
@@ -391,6 +391,7 @@ def run(size: Size) -> list[Result]:
                 results[name].wanted += there_are
                 most = STRIDE if name in SILENT else there_are
                 cases += [(story, at, name) for at in range(1, min(most, there_are) + 1)]
+        random.Random(size.seed).shuffle(cases)  # so that a run which ends early has tried every fault
         mine = cases[index :: size.processes]
         progress = Progress("faults, lives", len(mine), index)
         if size.factor < 1:

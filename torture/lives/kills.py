@@ -170,7 +170,7 @@ class Load:
 def _work_hard(path: Path, send: Callable[[Any], None]) -> None:
     """Train and commit until killed, while another thread looks up rows."""
     _native.set_compaction_slack(scenario.COMPACTION_SLACK)
-    _native.set_checkpoints(1, in_line=True)
+    _native.set_index_snapshots(1, in_line=True)
     run = bb.Run(path, ram=scenario.ram(LOADED))
     tables: dict[str, Any] = {name: run.table(name, create=scenario.TABLES[name]) for name in LOADED}
 

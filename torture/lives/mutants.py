@@ -103,8 +103,8 @@ MUTANTS = [
     Mutant(
         "a record evicted during a commit counts into the old epoch", living=lambda: core_bug("evict_into_old_epoch")
     ),
-    Mutant("directory checkpoint newer than its log", living=lambda: core_bug("checkpoint_too_new")),
-    Mutant("no fdatasync of a directory checkpoint", [("", "new-directory-")]),
+    Mutant("index snapshot newer than its log", living=lambda: core_bug("index_snapshot_too_new")),
+    Mutant("no fdatasync of an index snapshot", [("", "new-directory-")]),
     Mutant("a record that eviction writes is lost", living=lambda: core_bug("lost_write_back")),
     Mutant("a delete is not written to the log", living=lambda: core_bug("lost_tombstone")),
     Mutant("a step does not note that it named a row", living=lambda: core_bug("stale_usage")),

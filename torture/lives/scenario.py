@@ -49,7 +49,7 @@ TABLES: dict[str, dict[str, Any]] = {
 RUN_TABLES = ("user", "item", "late")
 #: Ids of a table of any id.
 ANY = 64
-#: The tables take directory checkpoints when due, within a commit (`_native.set_checkpoints`).
+#: The tables take index snapshots when due, within a commit (`_native.set_index_snapshots`).
 #: Compaction of these small tables starts at so many dead bytes, not at 256 KiB.
 COMPACTION_SLACK = 24 << 10
 BATCH_IDS = 16
@@ -201,7 +201,7 @@ def drive(
         slow: slow down background commits, with a failpoint.
     """
     _native.set_compaction_slack(COMPACTION_SLACK)
-    _native.set_checkpoints(1, in_line=True)
+    _native.set_index_snapshots(1, in_line=True)
     budget = ram(TABLES)
     commits: list[Commit] = []
     pending: Any = None

@@ -88,7 +88,7 @@ def live(story: ModuleType, states: list[State], at: int, every: int, times: int
     faulty.set_fault(at, fault, number)
     faulty.repeat_every(every, times)
     _native.set_compaction_slack(COMPACTION_SLACK)
-    _native.set_checkpoints(1, in_line=True)
+    _native.set_index_snapshots(1, in_line=True)
     before = held()
     with folder() as root:
         unlucky = Unlucky(story, root / "it", states, faulty)
@@ -113,7 +113,7 @@ def operations(story: ModuleType, states: list[State]) -> int:
     faulty = _native.FaultVfs()
     faulty.set_fault(0)
     _native.set_compaction_slack(COMPACTION_SLACK)
-    _native.set_checkpoints(1, in_line=True)
+    _native.set_index_snapshots(1, in_line=True)
     with folder() as root:
         unlucky = Unlucky(story, root / "it", states, faulty)
         _native.use_vfs(faulty)

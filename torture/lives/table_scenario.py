@@ -95,7 +95,7 @@ def drive(
 ) -> list[Commit]:
     """As `scenario.drive`."""
     _native.set_compaction_slack(COMPACTION_SLACK)
-    _native.set_checkpoints(1, in_line=True)
+    _native.set_index_snapshots(1, in_line=True)
     commits: list[Commit] = []
     table: Any = None
     pending: Any = None

@@ -341,14 +341,14 @@ def assert_same_rows_of_reader(reader: Any, oracle: Any, ids: np.ndarray) -> Non
 
 @contextmanager
 def small_tables() -> Iterator[None]:
-    """Enable compaction and directory checkpoints of small tables within the context."""
+    """Enable compaction and index snapshots of small tables within the context."""
     _native.set_compaction_slack(4 << 10)
-    _native.set_checkpoints(1, in_line=True)
+    _native.set_index_snapshots(1, in_line=True)
     try:
         yield
     finally:
         _native.set_compaction_slack(256 << 10)
-        _native.set_checkpoints()
+        _native.set_index_snapshots()
 
 
 def must_raise(kinds: Any, pattern: str, function: Callable[..., Any], *arguments: Any, **rest: Any) -> None:

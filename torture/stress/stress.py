@@ -86,7 +86,7 @@ def stress(kind: Kind, folder: Path, seed: int, seconds: float, calls: int) -> O
     ]
     warnings.simplefilter("ignore", bb.UncommittedWarning)  # of a table after an error
     _native.set_compaction_slack(16 << 10)
-    _native.set_checkpoints(1, in_line=bool(seed % 2))
+    _native.set_index_snapshots(1, in_line=bool(seed % 2))
     _native.set_io("threads" if seed % 2 else "auto")
     outcome = Outcome()
     subject = (RunSubject if kind.shape == "run" else Subject)(kind, folder)

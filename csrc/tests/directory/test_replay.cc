@@ -184,6 +184,16 @@ TEST(replay_on_threads_in_passes_gives_every_directory_the_newest_entries) {
   set_num_threads(threads_before);
 }
 
+TEST(replay_of_nothing_takes_no_memory) {
+  const Sandbox sandbox;
+  vfs::posix().make_directories(sandbox / "t");
+  const auto log = new_log(sandbox / "t");
+  const auto directory = make_hashed_directory();
+  const size_t bytes = directory->bytes();
+  CHECK_EQ((Replay{log.get(), directory.get(), -1, 1, 1024}.run_all().entries), uint64_t{0});
+  CHECK_EQ(directory->bytes(), bytes);
+}
+
 // The directory of an index snapshot may point at segments that later commits emptied: the records that took their
 // place are in later segments.
 TEST(replay_counts_the_replaced_records_of_segments_that_are_gone) {

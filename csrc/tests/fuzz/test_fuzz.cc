@@ -36,11 +36,11 @@ Files files_of(OptimizerKind kind) {
   const std::vector<int64_t> ids = {3, 5, 7};
   const std::vector<float> grads(9, 1.0f);
   table->update(ids.data(), ids.size(), grads.data(), std::nullopt, std::nullopt);
-  checkpoint_rows = 1;
-  checkpoints_in_line = true;
-  table->commit("{\"a\":1}", "kept");  // takes a directory checkpoint
-  checkpoint_rows = 100'000;
-  checkpoints_in_line = false;
+  index_snapshot_rows = 1;
+  index_snapshots_in_line = true;
+  table->commit("{\"a\":1}", "kept");  // takes an index snapshot
+  index_snapshot_rows = 100'000;
+  index_snapshots_in_line = false;
   const std::vector<uint8_t> directory = read_file(sandbox / ("t/" + directory_name(1)));
   table->close();
   return {read_file(sandbox / ("t/" + manifest_name(1))), read_file(sandbox / ("t/" + segment_name(1))), directory};

@@ -17,14 +17,14 @@ namespace bunkbed::test {
 
 struct SmallIndexSnapshots {
   SmallIndexSnapshots() {
-    checkpoint_rows = 50;
-    checkpoints_in_line = true;
+    index_snapshot_rows = 50;
+    index_snapshots_in_line = true;
   }
   ~SmallIndexSnapshots() {
-    checkpoint_rows = before;
-    checkpoints_in_line = false;
+    index_snapshot_rows = before;
+    index_snapshots_in_line = false;
   }
-  const uint64_t before = checkpoint_rows;
+  const uint64_t before = index_snapshot_rows;
 };
 
 inline uint64_t erase(Table* table, const std::vector<int64_t>& ids) {
@@ -34,7 +34,7 @@ inline uint64_t erase(Table* table, const std::vector<int64_t>& ids) {
 inline Manifest newest_commit(const std::string& path) { return Manifests(vfs::posix(), path).load_newest(); }
 
 struct Seen {
-  uint64_t evictions = 0, compactions = 0, purges = 0, checkpoints = 0, deleted = 0, stored_again = 0;
+  uint64_t evictions = 0, compactions = 0, purges = 0, index_snapshots = 0, deleted = 0, stored_again = 0;
 };
 
 // Random calls on a table and on the map that says what it must have.
@@ -103,7 +103,7 @@ struct Life {
       table->commit(std::nullopt, "");
       committed = rows;
     }
-    seen.checkpoints += !newest_commit(sandbox / "t").checkpoints.empty();
+    seen.index_snapshots += !newest_commit(sandbox / "t").index_snapshots.empty();
   }
 
   void follow(const std::string& when) {

@@ -538,12 +538,12 @@ TEST(committer_names_an_index_snapshot_when_the_table_closes) {
   Committed rows;
   rows.table->add_one(range(0, kRows));
   rows.commit();
-  const uint64_t rows_before = checkpoint_rows;
-  checkpoint_rows = 1;
-  checkpoints_in_line = true;
+  const uint64_t rows_before = index_snapshot_rows;
+  index_snapshot_rows = 1;
+  index_snapshots_in_line = true;
   rows.table->index.consider();
-  checkpoint_rows = rows_before;
-  checkpoints_in_line = false;
+  index_snapshot_rows = rows_before;
+  index_snapshots_in_line = false;
   CHECK(rows.table->index.ready().has_value());
   rows.vfs.fail_all(Op::kLink, EIO);
   rows.committer().commit_index_snapshot();
@@ -552,7 +552,7 @@ TEST(committer_names_an_index_snapshot_when_the_table_closes) {
   CHECK(rows.table->index.ready().has_value());
   rows.committer().commit_index_snapshot();
   CHECK(rows.newest().epoch > 1);
-  CHECK_EQ(rows.newest().checkpoints.size(), size_t{1});
+  CHECK_EQ(rows.newest().index_snapshots.size(), size_t{1});
   CHECK_EQ(rows.newest().step, int64_t{1});
   CHECK(!rows.table->index.ready().has_value());
 }

@@ -108,7 +108,7 @@ struct CountingLife : Life {
       table->commit(std::nullopt, keep);
       committed = rows, committed_counts = counts, committed_since = since;
     }
-    checkpoints += !newest_commit(sandbox / "t").checkpoints.empty();
+    index_snapshots += !newest_commit(sandbox / "t").index_snapshots.empty();
     if (sampler.bits() % 4 == 0 || getenv("ALL")) CHECK(counts_on_disk(sandbox / "t") == committed_counts);
   }
 
@@ -134,7 +134,7 @@ struct CountingLife : Life {
 
   CountMap counts, committed_counts;
   int64_t since = 0, committed_since = 0;
-  uint64_t num_refused = 0, num_admitted = 0, num_forgotten = 0, checkpoints = 0, evictions = 0, compactions = 0;
+  uint64_t num_refused = 0, num_admitted = 0, num_forgotten = 0, index_snapshots = 0, evictions = 0, compactions = 0;
 };
 
 void live(CountingLife& life, int calls) {
@@ -234,7 +234,7 @@ TEST(counts_survive_everything) {
   for (const uint64_t seed : {3, 4, 5, 6}) {
     CountingLife life(seed, seed < 5 ? little_ram() : 16 << 20, 0, true);
     live(life, 300);
-    CHECK(life.checkpoints > 3 && life.compactions > 10 && life.num_forgotten > 100);
+    CHECK(life.index_snapshots > 3 && life.compactions > 10 && life.num_forgotten > 100);
     CHECK(seed >= 5 || life.evictions > 100);
   }
 }
@@ -250,7 +250,7 @@ TEST(counts_find_seeded_bugs) {
   const SmallIndexSnapshots small;
   CHECK(!fails(nullptr, 4, little_ram(), 300));
   for (const char* const fault : {"lost_count", "count_survives_delete", "old_counts_stay", "counts_not_moved",
-                                  "counts_outrank", "checkpoint_without_counts"}) {
+                                  "counts_outrank", "index_snapshot_without_counts"}) {
     if (!fails(fault, 4, little_ram(), 300)) fail(__FILE__, __LINE__, std::string(fault) + " was not found");
   }
 }
@@ -314,13 +314,13 @@ TEST(counts_are_part_of_the_budget) {
     CHECK(each < 20);
     if (!on_disk) continue;
     for (const uint64_t rows : {counted + 100, uint64_t{1}}) {
-      checkpoint_rows = rows;
-      checkpoints_in_line = true;
+      index_snapshot_rows = rows;
+      index_snapshots_in_line = true;
       update(table.get(), {3}, {1.0f});
       table->commit(std::nullopt, "");
       update(table.get(), {3}, {1.0f});
       table->commit(std::nullopt, "");
-      CHECK_EQ(newest_commit(sandbox / "t").checkpoints.empty(), rows > counted);
+      CHECK_EQ(newest_commit(sandbox / "t").index_snapshots.empty(), rows > counted);
       const auto reader = open_table(vfs::posix(), sandbox / "t", 4 << 20, false);
       CHECK_EQ(reader->stats().counted_ids, table->stats().counted_ids);
       CHECK(reader->stats().directory_bytes < 40'000 && table->stats().directory_bytes > 300'000);

@@ -84,7 +84,7 @@ TEST(erase_survives_everything_in_every_directory) {
       all.evictions += seen.evictions;
       all.compactions += seen.compactions;
       all.purges += seen.purges;
-      all.checkpoints += seen.checkpoints;
+      all.index_snapshots += seen.index_snapshots;
       all.deleted += seen.deleted;
       all.stored_again += seen.stored_again;
     }
@@ -93,7 +93,7 @@ TEST(erase_survives_everything_in_every_directory) {
   CHECK(all.stored_again > 1000);
   CHECK(all.compactions > 20);
   CHECK(all.purges > 3);
-  CHECK(all.checkpoints > 10);
+  CHECK(all.index_snapshots > 10);
 }
 
 namespace {

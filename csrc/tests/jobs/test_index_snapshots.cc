@@ -1,4 +1,4 @@
-// Directory checkpoints: a table that is opened with one is the table that its segments alone would give.
+// Index snapshots: a table that is opened with one is the table that its segments alone would give.
 #include "jobs/index_snapshots.h"
 
 #include <cerrno>
@@ -11,7 +11,7 @@
 
 #include "base/failpoints.h"
 #include "base/fault.h"
-#include "directory/checkpoint.h"
+#include "directory/index_snapshot_file.h"
 #include "maintenance/check.h"
 #include "maintenance/repair.h"
 #include "tests/check.h"
@@ -30,12 +30,12 @@ namespace {
 // During its lifetime small tables take index snapshots.
 struct SmallOnes {
   explicit SmallOnes(bool in_line) {
-    checkpoint_rows = 1;
-    checkpoints_in_line = in_line;
+    index_snapshot_rows = 1;
+    index_snapshots_in_line = in_line;
   }
   ~SmallOnes() {
-    checkpoint_rows = 100'000;
-    checkpoints_in_line = false;
+    index_snapshot_rows = 100'000;
+    index_snapshots_in_line = false;
     set_fault(nullptr);
     disarm_failpoints();
   }
@@ -57,7 +57,7 @@ uint64_t records_of(vfs::Vfs& vfs, const std::string& path) {
 // Random commits, compaction, snapshots and rewinds. The table is sometimes reopened with more or less RAM.
 void reopens(const TableSpec& spec, int64_t range, uint64_t seed, bool in_line, size_t other_ram) {
   const SmallOnes small(in_line);
-  if (!in_line) arm_failpoint("checkpoint.part", 0, FailpointAction::kDelay, 0.00001);  // changes come between
+  if (!in_line) arm_failpoint("index_snapshot.part", 0, FailpointAction::kDelay, 0.00001);  // changes come between
   const Sandbox sandbox;
   FaultVfs vfs;
   const std::string path = sandbox / "t";
@@ -94,7 +94,7 @@ void reopens(const TableSpec& spec, int64_t range, uint64_t seed, bool in_line, 
       table->rewind(name, std::nullopt);
       rows = committed = then;
     } else if (what < 14) {
-      for (int wait = 0; !in_line && wait < 400 && table->stats().checkpoint_bytes == 0; ++wait) {
+      for (int wait = 0; !in_line && wait < 400 && table->stats().index_snapshot_bytes == 0; ++wait) {
         std::this_thread::sleep_for(std::chrono::milliseconds(2));
         if (wait % 4 != 0) continue;
         table->commit("{\"wait\":" + std::to_string(wait) + "}", "");
@@ -108,7 +108,7 @@ void reopens(const TableSpec& spec, int64_t range, uint64_t seed, bool in_line, 
       table = open_table(vfs, path, sampler.bits() % 2 == 0 ? ram : std::max(ram, other_ram));
       const TableStats stats = table->stats();
       CHECK(stats.indexed_records <= all);
-      with_one += stats.checkpoint_bytes > 0;
+      with_one += stats.index_snapshot_bytes > 0;
       spared += all - stats.indexed_records;
       check_table_is(table.get(), rows, when);
       for (const std::string& problem : check_table(vfs, path)) fail(__FILE__, __LINE__, when + ": " + problem);
@@ -123,26 +123,26 @@ void reopens(const TableSpec& spec, int64_t range, uint64_t seed, bool in_line, 
   }
 }
 
-std::string checkpoint_of(vfs::Vfs& vfs, const std::string& path) {
-  return path + "/" + directory_name(Manifests(vfs, path).load_newest().checkpoints.at(0).file);
+std::string index_snapshot_of(vfs::Vfs& vfs, const std::string& path) {
+  return path + "/" + directory_name(Manifests(vfs, path).load_newest().index_snapshots.at(0).file);
 }
 
 }  // namespace
 
-TEST(checkpoint_of_a_flat_table) {
+TEST(index_snapshot_of_a_flat_table) {
   reopens(whole_numbers(1500, 24), 1500, 1, true, 0);
   reopens(whole_numbers(20000, 24), 300, 2, true, 0);  // few of its rows are stored: pairs
 }
 
-TEST(checkpoint_of_a_hashed_table) { reopens(whole_numbers(-1, 24), 3000, 3, true, 4u << 20); }
+TEST(index_snapshot_of_a_hashed_table) { reopens(whole_numbers(-1, 24), 3000, 3, true, 4u << 20); }
 
-TEST(checkpoint_taken_beside_training) {
+TEST(index_snapshot_taken_beside_training) {
   reopens(whole_numbers(-1, 24), 3000, 4, false, 4u << 20);
   reopens(whole_numbers(30000, 24), 30000, 5, false, 0);
 }
 
 // A flat directory with much RAM, a hashed one otherwise: each opens the snapshots of the other.
-TEST(checkpoint_of_another_form) {
+TEST(index_snapshot_of_another_form) {
   const SmallOnes small(true);
   const TableSpec spec = whole_numbers(1'200'000, 1);
   const Sandbox sandbox;
@@ -166,7 +166,7 @@ TEST(checkpoint_of_another_form) {
       table->commit(std::nullopt, "");
       table->commit("{\"names\":1}", "");
       // Five bytes for each row of the table, or thirteen for each stored row.
-      const uint64_t bytes = table->stats().checkpoint_bytes;
+      const uint64_t bytes = table->stats().index_snapshot_bytes;
       CHECK(is_dense ? bytes > 6'000'000 && bytes < 6'300'000 : bytes > 2'600'000 && bytes < 2'900'000);
       table.reset();
       for (const size_t other : budgets) {
@@ -178,7 +178,7 @@ TEST(checkpoint_of_another_form) {
   }
 }
 
-TEST(checkpoint_that_is_damaged) {
+TEST(index_snapshot_that_is_damaged) {
   const SmallOnes small(true);
   const TableSpec spec = whole_numbers(1000, 8);
   const Sandbox sandbox;
@@ -194,7 +194,7 @@ TEST(checkpoint_that_is_damaged) {
   table->commit(std::nullopt, "");
   table->commit("{\"names\":1}", "kept");
   table.reset();
-  const std::string file = checkpoint_of(vfs, path);
+  const std::string file = index_snapshot_of(vfs, path);
   std::vector<std::byte> good(vfs.open(file, false)->size());
   vfs.open(file, false)->read(good.data(), good.size(), 0);
   const auto put = [&](const std::vector<std::byte>& bytes) {
@@ -235,7 +235,7 @@ TEST(checkpoint_that_is_damaged) {
 }
 
 // The seeded bug of the torture tests is detected.
-TEST(checkpoint_newer_than_its_log) {
+TEST(index_snapshot_newer_than_its_log) {
   const SmallOnes small(true);
   const Sandbox sandbox;
   FaultVfs vfs;
@@ -244,7 +244,7 @@ TEST(checkpoint_newer_than_its_log) {
   std::vector<int64_t> ids(400);
   for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<int64_t>(i);
   const std::vector<float> ones(ids.size(), 1.0f);
-  set_fault("checkpoint_too_new");
+  set_fault("index_snapshot_too_new");
   for (int round = 0; round < 3; ++round) {
     update(table.get(), ids, ones);
     table->commit(std::nullopt, "");
@@ -268,9 +268,9 @@ struct Indexed {
     options.through_run = belongs_to_run;
     table = new_parts(vfs, sandbox / "t", spec, options);
     table->add_one(range(0, kRows));
-    checkpoint_rows = kRows + 1;  // none yet
+    index_snapshot_rows = kRows + 1;  // none yet
     table->committer.commit(std::nullopt, "");
-    checkpoint_rows = 1;
+    index_snapshot_rows = 1;
     CHECK(!table->index.ready().has_value());
   }
   IndexSnapshots& index() { return table->index; }
@@ -302,13 +302,13 @@ using Numbers = std::set<uint64_t>;
 TEST(index_snapshot_is_taken_when_due_and_named_by_the_next_commit) {
   Indexed rows;
   const uint64_t used = rows.table->state.store->disk().used_bytes();
-  checkpoint_rows = kRows + 1;
+  index_snapshot_rows = kRows + 1;
   rows.index().consider();  // a table of few rows takes none
   CHECK(!rows.index().ready().has_value() && rows.files().empty());
-  checkpoint_rows = kRows;
+  index_snapshot_rows = kRows;
   rows.index().consider();
   CHECK(rows.index().ready().has_value());
-  const CheckpointEntry ready = *rows.index().ready();
+  const IndexSnapshotEntry ready = *rows.index().ready();
   CHECK(rows.files() == Numbers{ready.file});
   CHECK(rows.index().numbers_in_use() == Numbers{ready.file});
   CHECK_EQ(rows.index().next_number(), ready.file + 1);
@@ -319,7 +319,7 @@ TEST(index_snapshot_is_taken_when_due_and_named_by_the_next_commit) {
   CHECK(rows.files() == Numbers{ready.file});
   rows.table->add_one({1});
   rows.table->committer.commit(std::nullopt, "");
-  CHECK_EQ(rows.table->state.committed.checkpoints.at(0).file, ready.file);
+  CHECK_EQ(rows.table->state.committed.index_snapshots.at(0).file, ready.file);
   CHECK(!rows.index().ready().has_value());
   CHECK(rows.index().numbers_in_use() == Numbers{ready.file});
   // Few records were appended since then: none is due.
@@ -341,7 +341,7 @@ TEST(index_snapshot_is_due_by_the_records_to_replay) {
   table->add_one(range(0, kRows));
   table->committer.commit(std::nullopt, "");
   table->committer.commit("{\"names\":1}", "");
-  CHECK_EQ(table->state.committed.checkpoints.size(), size_t{1});
+  CHECK_EQ(table->state.committed.index_snapshots.size(), size_t{1});
   table->add_one(range(0, kRows / 8 - 1));
   table->committer.commit(std::nullopt, "");
   CHECK(!table->index.ready().has_value());
@@ -365,7 +365,7 @@ TEST(index_snapshot_of_a_store_that_is_replaced_is_not_used) {
 TEST(index_snapshot_under_way_is_not_used_when_the_store_is_replaced) {
   for (const Op op : {Op::kWrite, Op::kSync}) {
     Indexed rows;
-    checkpoints_in_line = false;
+    index_snapshots_in_line = false;
     rows.vfs.hold(op);
     rows.index().consider();
     rows.vfs.wait_until_waiting();
@@ -423,7 +423,7 @@ TEST(index_snapshot_is_not_taken_without_room_on_disk) {
 TEST(index_snapshot_is_taken_by_close_where_an_opening_would_be_slow) {
   for (const bool may_take : {true, false}) {
     Indexed rows;
-    checkpoint_rows = kRows / 20;  // ten times as many records are worth it
+    index_snapshot_rows = kRows / 20;  // ten times as many records are worth it
     CHECK_EQ(rows.index().prepare_to_close(may_take), may_take);
     CHECK_EQ(rows.index().ready().has_value(), may_take);
     {
@@ -439,7 +439,7 @@ TEST(index_snapshot_is_taken_by_close_where_an_opening_would_be_slow) {
 TEST(index_snapshot_is_not_taken_by_close_where_it_is_not_worth_it) {
   const auto check = [](const std::string& when, const std::function<void(Indexed*)>& change, bool of_run = false) {
     Indexed rows(of_run);
-    checkpoint_rows = kRows / 20;
+    index_snapshot_rows = kRows / 20;
     change(&rows);
     if (rows.index().prepare_to_close(true)) fail(__FILE__, __LINE__, when);
     CHECK(!rows.index().ready().has_value());
@@ -447,7 +447,7 @@ TEST(index_snapshot_is_not_taken_by_close_where_it_is_not_worth_it) {
   const auto state = [](const std::function<void(TableState*)>& change) {
     return [change](Indexed* rows) { change(&rows->table->state); };
   };
-  check("few records", [](Indexed*) { checkpoint_rows = kRows; });
+  check("few records", [](Indexed*) { index_snapshot_rows = kRows; });
   check("changed rows", [](Indexed* rows) { rows->table->add_one({1}); });
   check("another optimizer", state([](TableState* table) { table->spec.optimizer.lr = 0.5; }));
   check("a snapshot is the newest commit", state([](TableState* table) { table->committed.keep = "kept"; }));

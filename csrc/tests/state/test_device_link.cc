@@ -77,7 +77,7 @@ TEST(device_link_takes_one_cache_at_a_time_and_gives_it_back) {
   CHECK(table.device.is_attached());
   CHECK_THROWS(table.device.attach(second, [] {}), ErrorKind::kInvalid, "table 't' has a device cache already");
   CHECK_EQ(table.device.max_rows(), size_t{10});
-  std::shared_ptr<Holder> cache;
+  std::shared_ptr<DeviceCache> cache;
   std::function<void()> write_back;
   table.device.detach(&cache, &write_back);
   CHECK(cache == first);
@@ -106,7 +106,7 @@ TEST(device_link_reserves_disk_for_the_rows_of_the_cache) {
   CHECK(free_bytes > 100'000);
   const auto cache = std::make_shared<SomeRows>();
   cache->most = 1000;
-  std::shared_ptr<Holder> taken;
+  std::shared_ptr<DeviceCache> taken;
   std::function<void()> write_back;
   for (int time = 0; time < 2; ++time) {
     CHECK(table->state.store->disk().has_bytes(free_bytes));
@@ -231,7 +231,7 @@ TEST(device_link_gives_up_after_a_hundred_write_backs_and_holds_no_lock_then) {
   CHECK_THROWS((void)table.device.lock_written_back(take), ErrorKind::kBroken,
                "table 't': 2 rows are still held by a device cache after it was asked 100 times to write them back");
   CHECK_EQ(asked, 100);
-  std::shared_ptr<Holder> taken;
+  std::shared_ptr<DeviceCache> taken;
   std::function<void()> write_back;
   {
     const auto guard = table.state.lock.exclusive();
@@ -275,7 +275,7 @@ TEST(device_link_requires_disk_for_every_row_of_the_cache) {
   disk.set_limit(enough - 1, 1, kManyRows);
   CHECK_THROWS(table->device.require_disk(fresh.data(), fresh.size()), ErrorKind::kSystem, "would do");
   // Without a cache the update itself checks the limit.
-  std::shared_ptr<Holder> taken;
+  std::shared_ptr<DeviceCache> taken;
   std::function<void()> write_back;
   table->device.detach(&taken, &write_back);
   disk.set_limit(disk.needed(50), 1, kManyRows);

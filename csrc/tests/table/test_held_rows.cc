@@ -14,7 +14,7 @@ using namespace bunkbed::test;
 namespace {
 
 // Holds one row until `more` write-backs, as if another thread had changed a row after each write-back.
-struct Busy final : Holder {
+struct Busy final : DeviceCache {
   int more = 0, asked = 0, all_given_up = 0;
   size_t in_use = 0;
   size_t num_held() const override { return asked < more ? 1 : 0; }
@@ -39,7 +39,7 @@ void check_call(const std::function<void(Table*)>& call) {
   const auto busy = std::make_shared<Busy>();
   update(table.get(), {1, 2, 3}, {1, 1, 1});
   table->commit(std::nullopt, "a");
-  table->set_holder(busy, [busy] { ++busy->asked; });
+  table->set_device_cache(busy, [busy] { ++busy->asked; });
   for (const int more : {0, 1, 3}) {
     busy->asked = 0;
     busy->more = more;
@@ -51,7 +51,7 @@ void check_call(const std::function<void(Table*)>& call) {
   CHECK_THROWS(call(table.get()), ErrorKind::kBroken,
                "1 rows are still held by a device cache after it was asked 100 times");
   busy->more = 0;
-  table->set_holder(nullptr, nullptr);
+  table->set_device_cache(nullptr, nullptr);
 }
 
 }  // namespace
@@ -88,7 +88,7 @@ TEST(held_rows_of_a_step_that_just_started_stop_a_rewind) {
     table->commit(std::nullopt, "a");
     update(table.get(), {1}, {1});
     const auto busy = std::make_shared<Busy>();
-    table->set_holder(busy, [] {});
+    table->set_device_cache(busy, [] {});
     const auto value = [&] {
       const int64_t id = 1;
       float found[2];
@@ -103,7 +103,7 @@ TEST(held_rows_of_a_step_that_just_started_stop_a_rewind) {
     table->rewind("a", std::nullopt);
     CHECK_EQ(busy->all_given_up, 1);
     CHECK(value() != before);
-    table->set_holder(nullptr, nullptr);
+    table->set_device_cache(nullptr, nullptr);
   }
 }
 
@@ -112,11 +112,11 @@ TEST(admission_and_a_device_cache_exclude_each_other) {
   spec.retention.admit = 0.5;
   const auto table = Table::create(vfs::posix(), "", "t", spec, 0);
   const auto cache = std::make_shared<Busy>();
-  CHECK_THROWS(table->set_holder(cache, [] {}), ErrorKind::kInvalid, "does not work with a device cache");
+  CHECK_THROWS(table->set_device_cache(cache, [] {}), ErrorKind::kInvalid, "does not work with a device cache");
   table->set_retention({});
-  table->set_holder(cache, [] {});
+  table->set_device_cache(cache, [] {});
   CHECK_THROWS(table->set_retention(spec.retention), ErrorKind::kInvalid, "does not work with a device cache");
   CHECK_EQ(table->changeable().retention.admit, 0.0);
-  table->set_holder(nullptr, nullptr);
+  table->set_device_cache(nullptr, nullptr);
   table->set_retention(spec.retention);
 }

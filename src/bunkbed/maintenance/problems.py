@@ -15,7 +15,7 @@ class Problem(str):
     Attributes:
         kind: ``"manifest"`` (a commit cannot be read), ``"foreign"`` (a commit of another table), ``"fields"`` (of
             another release), ``"segment"``, ``"chunk"``, ``"record"``, ``"rows"`` (a commit's files do not belong
-            together), ``"directory"`` (a directory checkpoint, which a repair replaces), ``"file"`` (a dense file of a
+            together), ``"directory"`` (an index snapshot, which a repair replaces), ``"file"`` (a dense file of a
             run), ``"table"`` (a run's commit names a commit of a table that is missing or damaged), ``"padding"`` (a
             byte without meaning changed), ``"stranger"`` (a file that Bunkbed did not write).
         file: the file; the table's or run's folder where the problem is not in a single file.

@@ -96,7 +96,7 @@ class Core(Protocol):
 
     # ---- Device cache; a sharded table cannot have one, and takes only None
 
-    def set_holder(self, map: _native.DeviceMap | None, write_back: object | None, /) -> None: ...
+    def set_device_cache(self, map: _native.DeviceMap | None, write_back: object | None, /) -> None: ...
 
     # ---- Facts
 

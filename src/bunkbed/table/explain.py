@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _NOW = frozenset(
     (
         "ram_bytes", "ram_budget_bytes", "frames", "frame_capacity", "dirty_rows", "stored_rows", "directory_bytes",
-        "disk_bytes", "checkpoint_bytes", "live_bytes", "tombstones", "segments", "open_files", "threads",
+        "disk_bytes", "index_snapshot_bytes", "live_bytes", "tombstones", "segments", "open_files", "threads",
         "window_batches", "window_bytes", "staging_depth", "disk_limit_bytes", "snapshot_bytes",
         "counted_ids",
     )

@@ -534,7 +534,7 @@ class Table(TableFacts, TableCommits, TableReader, TableDeletes):
                 budget.start_leaving(self)
             try:
                 self.core.close()
-                self.core.set_holder(None, None)  # breaks the reference cycle between this table and its holder
+                self.core.set_device_cache(None, None)  # breaks the reference cycle between the two
                 if above is not None:
                     above.table_closed()
             finally:

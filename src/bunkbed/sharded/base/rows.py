@@ -545,7 +545,7 @@ class ShardedRows:
         with self.alone(write=True):
             self._change("a new time", lambda _, core: core.set_clock(now), 0)
 
-    def set_holder(self, map: object | None, write_back: object | None) -> None:
+    def set_device_cache(self, map: object | None, write_back: object | None) -> None:
         """Accept only None, which `Table.close` passes: a sharded table cannot have a device cache."""
         if map is not None:
             raise BunkbedError(f"table '{self.name}' is sharded, and a device cache wants a table that is not")

@@ -248,7 +248,7 @@ class DeviceTier(DeviceRows):
             if tier is not None:
                 tier.write_back()
 
-        table.plain_core.set_holder(known, write_back)
+        table.plain_core.set_device_cache(known, write_back)
         self._map, self._records, self._reserved, self.link = known, records, reserved, link
         self._usage = np.zeros((frames, usage_bytes), np.uint8) if usage_bytes else None
         self.link.used()  # queued work may still read a tensor that had this memory before
@@ -536,7 +536,7 @@ class DeviceTier(DeviceRows):
         self._detach()
 
     def _detach(self) -> None:
-        self.table.core.set_holder(None, None)
+        self.table.core.set_device_cache(None, None)
         self.link.finish()
         self._map = self._records = None
         self.table.reserve_ram(-self._reserved)

@@ -121,7 +121,7 @@ class RankCore(RankRows):
         """Compact this rank's log; return how many records were moved."""
         return self.local.core.compact()
 
-    def set_holder(self, map: object | None, write_back: object | None) -> None:
+    def set_device_cache(self, map: object | None, write_back: object | None) -> None:
         """Accept only None, which `Table.close` passes."""
         if map is not None:
             raise BunkbedError(f"table '{self.name}' has several processes, and a device cache wants one")

@@ -43,7 +43,7 @@ class AboutTable:
     Attributes:
         nbytes: bytes of all records in RAM: of `num_rows` rows, or of the stored rows if any id is valid.
         live_bytes: bytes of the newest record of every stored row in the log.
-        checkpoint_bytes: bytes of the directory checkpoint.
+        index_snapshot_bytes: bytes of the index snapshot.
         disk_bytes: bytes of all files, including snapshots.
     """
 
@@ -57,7 +57,7 @@ class AboutTable:
     stored_rows: int
     nbytes: int
     live_bytes: int
-    checkpoint_bytes: int
+    index_snapshot_bytes: int
     disk_bytes: int
     step: int
     epoch: int
@@ -288,7 +288,7 @@ def _about(name: str, table: Table) -> AboutTable:
         stored_rows=int(stats["stored_rows"]),
         nbytes=table.record_bytes * (int(stats["stored_rows"]) if table.num_rows is None else table.num_rows),
         live_bytes=int(stats["live_bytes"]),
-        checkpoint_bytes=int(stats.get("checkpoint_bytes", 0)),
+        index_snapshot_bytes=int(stats.get("index_snapshot_bytes", 0)),
         disk_bytes=sum(_bytes_below(folder) for folder in _folders(table)),
         step=table.step,
         epoch=table.epoch,
@@ -322,7 +322,7 @@ def _disk(
 ) -> dict[str, int]:
     """Return bytes by purpose. A concurrent writer may change files, so differences are limited to 0 or more."""
     live = sum(table.live_bytes for table in tables)
-    checkpoints = sum(table.checkpoint_bytes for table in tables)
+    checkpoints = sum(table.index_snapshot_bytes for table in tables)
     snapshots = sum(one.own_bytes for one in kept)
     of_tables = sum(table.disk_bytes for table in tables)
     inside = [folder for several in folders.values() for folder in several]

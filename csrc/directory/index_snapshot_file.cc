@@ -1,4 +1,4 @@
-#include "directory/checkpoint.h"
+#include "directory/index_snapshot_file.h"
 
 #include <algorithm>
 #include <cstring>
@@ -22,9 +22,9 @@ std::string temporary_of(const std::string& directory, uint64_t number) {
 void give_name(vfs::Vfs& vfs, const std::string& directory, uint64_t number) {
   const std::string temporary = temporary_of(directory, number);
   vfs.link(temporary, directory + "/" + directory_name(number));
-  failpoint("checkpoint.linked");
+  failpoint("index_snapshot.linked");
   vfs.sync_directory(directory);
-  failpoint("checkpoint.durable");
+  failpoint("index_snapshot.durable");
   try {
     vfs.remove(temporary);
   } catch (const Error&) {  // the next writer removes it
@@ -35,8 +35,8 @@ void give_name(vfs::Vfs& vfs, const std::string& directory, uint64_t number) {
 
 // ---- Writing
 
-CheckpointFile::CheckpointFile(vfs::Vfs& vfs, const std::string& directory, const DirectoryHeader& header,
-                               const std::vector<SegmentCounts>& segments)
+IndexSnapshotFile::IndexSnapshotFile(vfs::Vfs& vfs, const std::string& directory, const DirectoryHeader& header,
+                                     const std::vector<SegmentCounts>& segments)
     : vfs_(vfs),
       directory_(directory),
       temporary_(temporary_of(directory, header.number)),
@@ -55,7 +55,7 @@ CheckpointFile::CheckpointFile(vfs::Vfs& vfs, const std::string& directory, cons
   }
 }
 
-void CheckpointFile::write_segments(const std::vector<SegmentCounts>& segments) {
+void IndexSnapshotFile::write_segments(const std::vector<SegmentCounts>& segments) {
   for (size_t from = 0; from < segments.size();) {
     const size_t count = count_of_piece(header_, piece_index_);
     std::memset(piece_.data(), 0, piece_.size());
@@ -72,11 +72,11 @@ void CheckpointFile::write_segments(const std::vector<SegmentCounts>& segments) 
   }
 }
 
-CheckpointFile::~CheckpointFile() {
+IndexSnapshotFile::~IndexSnapshotFile() {
   if (file_ != nullptr) remove_temporary();
 }
 
-void CheckpointFile::remove_temporary() {
+void IndexSnapshotFile::remove_temporary() {
   file_.reset();
   try {
     vfs_.remove(temporary_);
@@ -84,7 +84,7 @@ void CheckpointFile::remove_temporary() {
   }
 }
 
-void CheckpointFile::write_piece() {
+void IndexSnapshotFile::write_piece() {
   seal_piece(header_, piece_index_, count_, piece_.data());
   file_->write(piece_.data(), piece_.size(), kDirectoryHeaderBytes + piece_index_ * header_.piece_bytes);
   ++piece_index_;
@@ -92,7 +92,7 @@ void CheckpointFile::write_piece() {
 }
 
 // Adds absent entries to a dense file, from next_row_ up to `before_row`.
-void CheckpointFile::add_absent(uint64_t before_row) {
+void IndexSnapshotFile::add_absent(uint64_t before_row) {
   while (next_row_ < before_row) {
     if (count_ == 0) std::memset(piece_.data(), 0, piece_.size());
     const uint64_t n = std::min(before_row - next_row_, capacity_ - count_);
@@ -102,7 +102,7 @@ void CheckpointFile::add_absent(uint64_t before_row) {
   }
 }
 
-void CheckpointFile::add(const int64_t* rows, const Entry* entries, size_t n) {
+void IndexSnapshotFile::add(const int64_t* rows, const Entry* entries, size_t n) {
   const bool is_dense = header_.is_dense();
   std::byte* const items = piece_.data() + kPieceHeadBytes;
   for (size_t i = 0; i < n; ++i) {
@@ -122,7 +122,7 @@ void CheckpointFile::add(const int64_t* rows, const Entry* entries, size_t n) {
   }
 }
 
-CheckpointEntry CheckpointFile::finish() {
+IndexSnapshotEntry IndexSnapshotFile::finish() {
   if (header_.is_dense()) {
     add_absent(header_.num_entries);
   } else {
@@ -139,18 +139,18 @@ CheckpointEntry CheckpointFile::finish() {
   }
   vfs::Buffer block(kDirectoryHeaderBytes);
   // Seeded bug for the torture tests: changes during the walk are not replayed.
-  if (fault_is("checkpoint_too_new")) ++header_.replay_epoch;
+  if (fault_is("index_snapshot_too_new")) ++header_.replay_epoch;
   encode_directory_header(header_, block.data());
   file_->write(block.data(), block.size(), 0);
-  failpoint("checkpoint.written");
+  failpoint("index_snapshot.written");
   file_->sync();
-  failpoint("checkpoint.synced");
+  failpoint("index_snapshot.synced");
   give_name(vfs_, directory_, header_.number);
   file_.reset();
   return {header_.number, header_.file_bytes()};
 }
 
-void write_void_checkpoint(vfs::Vfs& vfs, const std::string& directory, const Uuid& uuid, uint64_t number) {
+void write_void_index_snapshot(vfs::Vfs& vfs, const std::string& directory, const Uuid& uuid, uint64_t number) {
   DirectoryHeader header;
   header.uuid = uuid;
   header.number = number;
@@ -171,11 +171,11 @@ void write_void_checkpoint(vfs::Vfs& vfs, const std::string& directory, const Uu
 
 namespace {
 
-// An open checkpoint: its verified header and its pieces.
-class CheckpointReader {
+// An open index snapshot: its verified header and its pieces.
+class IndexSnapshotReader {
  public:
-  CheckpointReader(vfs::Vfs& vfs, const std::string& directory, const CheckpointEntry& entry, const Uuid& uuid,
-                   int64_t num_rows)
+  IndexSnapshotReader(vfs::Vfs& vfs, const std::string& directory, const IndexSnapshotEntry& entry, const Uuid& uuid,
+                      int64_t num_rows)
       : path_(directory + "/" + directory_name(entry.file)), file_(vfs.open(path_, true)) {
     const uint64_t bytes = file_->size();
     if (bytes < kDirectoryHeaderBytes) corrupt("is " + std::to_string(bytes) + " bytes long");
@@ -202,7 +202,7 @@ class CheckpointReader {
     check_piece(header_, index, piece->data(), path_);
   }
   [[noreturn]] void corrupt(const std::string& why) const {
-    throw Error(ErrorKind::kCorruption, "directory checkpoint " + path_ + " " + why);
+    throw Error(ErrorKind::kCorruption, "index snapshot " + path_ + " " + why);
   }
 
   std::vector<SegmentCounts> segments() const {
@@ -238,7 +238,7 @@ struct Unpacked {
   uint64_t left_out = 0;
   uint64_t counted = 0;
 
-  void take(const CheckpointReader& reader, uint64_t index, const std::byte* piece, int64_t num_rows,
+  void take(const IndexSnapshotReader& reader, uint64_t index, const std::byte* piece, int64_t num_rows,
             const CountRule& counts) {
     left_out = counted = 0;
     const DirectoryHeader& header = reader.header();
@@ -281,7 +281,7 @@ struct Unpacked {
 // Counts the entries into each segment of the log, and those into segments that are gone.
 class LiveCounts {
  public:
-  LiveCounts(const CheckpointReader& reader, const Log& log) : reader_(reader), finder_(log) {
+  LiveCounts(const IndexSnapshotReader& reader, const Log& log) : reader_(reader), finder_(log) {
     for (const auto& [id, segment] : log.segments()) {
       ends_.push_back(segment->epoch < reader.header().replay_epoch ? segment->bytes / log.stride() : 0);
     }
@@ -310,14 +310,14 @@ class LiveCounts {
   uint64_t lost = 0;
 
  private:
-  const CheckpointReader& reader_;
+  const IndexSnapshotReader& reader_;
   const SegmentFinder finder_;
   std::vector<uint64_t> ends_;  // of each segment: the slots that an entry may name
 };
 
 // One thread's buffers and counts while it loads pieces.
 struct Hand {
-  Hand(const CheckpointReader& reader, const Log& log) : piece(reader.header().piece_bytes), live(reader, log) {}
+  Hand(const IndexSnapshotReader& reader, const Log& log) : piece(reader.header().piece_bytes), live(reader, log) {}
   vfs::Buffer piece;
   Unpacked unpacked;
   LiveCounts live;
@@ -332,7 +332,7 @@ struct Loaded {
   uint64_t left_out = 0;  // counts that the rule does not keep
 };
 
-Loaded load_pieces(const CheckpointReader& reader, Log* log, Directory* directory, int64_t num_rows,
+Loaded load_pieces(const IndexSnapshotReader& reader, Log* log, Directory* directory, int64_t num_rows,
                    size_t scratch_bytes, const CountRule& counts, LiveCounts* total) {
   PerThread<Hand> hands([&] { return std::make_unique<Hand>(reader, *log); });
   const auto load = [&](size_t i, Hand* hand) {
@@ -375,11 +375,11 @@ Loaded load_pieces(const CheckpointReader& reader, Log* log, Directory* director
 
 }  // namespace
 
-LoadedCheckpoint load_checkpoint(vfs::Vfs& vfs, const std::string& directory, const CheckpointEntry& entry, Log* log,
-                                 Directory* rows, int64_t num_rows, uint64_t most_rows, size_t scratch_bytes,
-                                 const CountRule& counts) {
+LoadedIndexSnapshot load_index_snapshot(vfs::Vfs& vfs, const std::string& directory, const IndexSnapshotEntry& entry,
+                                        Log* log, Directory* rows, int64_t num_rows, uint64_t most_rows,
+                                        size_t scratch_bytes, const CountRule& counts) {
   try {
-    const CheckpointReader reader(vfs, directory, entry, log->layout().uuid, num_rows);
+    const IndexSnapshotReader reader(vfs, directory, entry, log->layout().uuid, num_rows);
     if (!reader.says_something()) return {};
     const DirectoryHeader& header = reader.header();
     if (header.form != DirectoryForm::kCountedPairs && header.num_rows > most_rows)
@@ -421,9 +421,9 @@ LoadedCheckpoint load_checkpoint(vfs::Vfs& vfs, const std::string& directory, co
   }
 }
 
-void verify_checkpoint(vfs::Vfs& vfs, const std::string& directory, const CheckpointEntry& entry, const Uuid& uuid,
-                       int64_t num_rows, const std::function<void(uint64_t)>& at) {
-  const CheckpointReader reader(vfs, directory, entry, uuid, num_rows);
+void verify_index_snapshot(vfs::Vfs& vfs, const std::string& directory, const IndexSnapshotEntry& entry,
+                           const Uuid& uuid, int64_t num_rows, const std::function<void(uint64_t)>& at) {
+  const IndexSnapshotReader reader(vfs, directory, entry, uuid, num_rows);
   at(kDirectoryHeaderBytes);
   if (!reader.says_something()) return;
   (void)reader.segments();

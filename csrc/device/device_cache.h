@@ -4,7 +4,7 @@
 //   in use   the cache is about to read or change its copy: the table's value must not change now.
 // Any other copy equals the table's value and is dropped when that changes: see give_up().
 //
-// Thread-safe. The table calls with its lock held, so a holder never calls the table with a lock of its own held.
+// Thread-safe. The table calls with its lock held, so a device cache never calls the table with a lock of its own held.
 #pragma once
 
 #include <cstddef>
@@ -12,9 +12,9 @@
 
 namespace bunkbed {
 
-class Holder {
+class DeviceCache {
  public:
-  virtual ~Holder() = default;
+  virtual ~DeviceCache() = default;
   // Number of rows held now, and its maximum without the rows on their way to the table.
   virtual size_t num_held() const = 0;
   virtual size_t max_held() const = 0;

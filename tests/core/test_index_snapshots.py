@@ -1,4 +1,4 @@
-"""Directory checkpoints, seen from Python: opening with one, checking, repairing, copying, in runs and snapshots."""
+"""Index snapshots, seen from Python: opening with one, checking, repairing, copying, in runs and snapshots."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ IDS = np.arange(2000)
 
 @pytest.fixture(autouse=True)
 def small_ones() -> Iterator[None]:
-    _native.set_checkpoints(1, in_line=True)
+    _native.set_index_snapshots(1, in_line=True)
     yield
-    _native.set_checkpoints()
+    _native.set_index_snapshots()
 
 
 def train(seed: int, *tables) -> None:
@@ -50,7 +50,7 @@ def assert_same(table, oracle: ReferenceTable) -> None:
 def test_opening_reads_little(tmp_path: Path) -> None:
     oracle = make(tmp_path / "t")
     with bb.open(tmp_path / "t", mode="r", ram="8MiB") as table:
-        assert table.stats()["checkpoint_bytes"] > 0
+        assert table.stats()["index_snapshot_bytes"] > 0
         assert table.stats()["indexed_records"] < len(table) / 2
         assert_same(table, oracle)
     with bb.open(tmp_path / "t", snapshot="second", ram="8MiB") as table:
@@ -59,7 +59,7 @@ def test_opening_reads_little(tmp_path: Path) -> None:
 
 
 def test_closing_leaves_a_table_that_opens_fast(tmp_path: Path) -> None:
-    _native.set_checkpoints(100)
+    _native.set_index_snapshots(100)
     with bb.create(tmp_path / "t", ram="8MiB", **KWARGS) as table:
         table.set(IDS, np.ones((2000, 4), np.float32))
         epoch = table.commit()
@@ -88,7 +88,7 @@ def test_a_damaged_one_is_repaired(tmp_path: Path) -> None:
         table.commit()
         train(10, table, oracle)
         table.commit()
-        assert table.stats()["checkpoint_bytes"] > 4096
+        assert table.stats()["index_snapshot_bytes"] > 4096
     with bb.open(tmp_path / "t", ram="8MiB", mode="r") as table:
         assert_same(table, oracle)
 
@@ -111,7 +111,7 @@ def test_tables_of_a_run(tmp_path: Path) -> None:
             run.commit()
     with bb.Run(tmp_path / "run", ram="64MiB") as run:
         table = run.table("user")
-        assert table.stats()["checkpoint_bytes"] > 0
+        assert table.stats()["index_snapshot_bytes"] > 0
         assert_same(table, oracle)
     for path in (tmp_path / "run" / "tables" / "user").glob("directory-*"):
         path.unlink()
@@ -122,7 +122,7 @@ def test_tables_of_a_run(tmp_path: Path) -> None:
 
 
 def test_closing_leaves_a_copy_a_copy_and_what_was_kept_the_newest_commit(tmp_path: Path) -> None:
-    _native.set_checkpoints(10)
+    _native.set_index_snapshots(10)
     make(tmp_path / "t")
     with bb.open(tmp_path / "t") as table:
         train(7, table)
