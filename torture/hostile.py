@@ -25,6 +25,7 @@ from torture.parts import Clock, Progress, Result, Size, folder, in_processes
 ROWS = 12
 DIM = 4
 RAM = "1MiB"
+#: What a case may map, in addition to what its process has from the parts of the torture before it.
 ADDRESS_SPACE = 6 << 30
 LONGEST_S = 20.0
 #: Errors that a hostile file may cause. Any other error, and any crash of the process, is a failure.
@@ -306,7 +307,8 @@ def _survive(title: str, cases_of: Callable[[Path], list[Case]], size: Size) -> 
             mine = cases[index :: size.processes]
             if size.factor < 1:
                 mine = random.Random(size.seed).sample(mine, min(len(mine), size.of(len(mine), least=20)))
-            resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+            most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + ADDRESS_SPACE
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
             progress = Progress(title.split(":")[0], len(mine), index)
             for number, (what, apply) in enumerate(mine):
                 if clock.is_over:

@@ -184,6 +184,30 @@ TEST(replay_on_threads_in_passes_gives_every_directory_the_newest_entries) {
   set_num_threads(threads_before);
 }
 
+// One range of a bounded directory has more rows than a bucket is made for.
+TEST(replay_of_rows_that_are_all_in_one_bucket) {
+  const Sandbox sandbox;
+  vfs::posix().make_directories(sandbox / "t");
+  constexpr int64_t kInOneRange = 60'000;
+  const std::vector<std::byte> payload(kPayload);
+  std::vector<SegmentEntry> entries;
+  uint64_t versions_end;
+  {
+    const auto log = new_log(sandbox / "t");
+    log->begin_epoch(1, 1, 1);
+    for (int64_t id = 0; id < kInOneRange; ++id) (void)log->append(id, payload.data());
+    log->drain();
+    entries = entries_of(*log);
+    versions_end = log->next_version();
+  }
+  const auto log = new_log(sandbox / "t");
+  log->adopt(entries);
+  const auto directory = make_bounded_directory(1 << 24);
+  (void)Replay{log.get(), directory.get(), 1 << 24, versions_end, size_t{1} << 30}.run_all();
+  CHECK_EQ(directory->stored_rows(), size_t{kInOneRange});
+  for (int64_t id = 0; id < kInOneRange; ++id) CHECK(is_position(directory->find(id)));
+}
+
 TEST(replay_of_nothing_takes_no_memory) {
   const Sandbox sandbox;
   vfs::posix().make_directories(sandbox / "t");
