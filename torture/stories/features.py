@@ -181,10 +181,11 @@ class Story:
         else:
             table = bb.create(self.path, ram=self.ram(), **self.facts, **rest)
         if not make and "optimizer" not in changes:
-            # New hyperparameters do not cause a commit, but each commit contains them, also a checkpoint's at closing.
-            assert table.optimizer in (self.oracle.optimizer, self.committed_optimizer)
+            # Each commit has the hyperparameters, also one that closing makes for an index snapshot.
+            optimizers, rules = zip(*self.committed_definitions, strict=True)
+            assert table.optimizer in (self.oracle.optimizer, *optimizers)
             self.oracle.optimizer = table.optimizer
-            assert table.retention in (self.oracle.retention, self.committed_rules)
+            assert table.retention in (self.oracle.retention, *rules)
             self.oracle.retention = table.retention
         if "device cache" in self.options:
             self._put_cache_above(table)
@@ -264,7 +265,9 @@ class Story:
     def remember(self) -> None:
         """Remember the committed state."""
         if self.committed is None or self.oracle.epoch != self.committed.epoch:
-            self.committed_optimizer, self.committed_rules = self.oracle.optimizer, self.oracle.retention
+            self.committed_definitions = []
+        # Without a changed row, a plain table commits new hyperparameters; a run and a sharded table do not.
+        self.committed_definitions.append((self.oracle.optimizer, self.oracle.retention))
         self.committed = copied(self.oracle)
 
     def commit(self, **arguments: Any) -> None:
