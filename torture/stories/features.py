@@ -264,9 +264,10 @@ class Story:
 
     def remember(self) -> None:
         """Remember the committed state."""
-        if self.committed is None or self.oracle.epoch != self.committed.epoch:
+        # With no changed row, a plain table commits new hyperparameters; a run or sharded table only after compaction.
+        may_be_none = bool({"run", "sharded"} & set(self.options))
+        if self.committed is None or self.oracle.epoch != self.committed.epoch or not may_be_none:
             self.committed_definitions = []
-        # Without a changed row, a plain table commits new hyperparameters; a run and a sharded table do not.
         self.committed_definitions.append((self.oracle.optimizer, self.oracle.retention))
         self.committed = copied(self.oracle)
 

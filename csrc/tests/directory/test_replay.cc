@@ -20,6 +20,10 @@ namespace {
 constexpr size_t kPayload = 8;
 constexpr int64_t kRows = 300'000;
 
+std::unique_ptr<Directory> make_directory(int form) {
+  return form == 0 ? make_flat_directory(kRows) : form == 1 ? make_hashed_directory() : make_bounded_directory(kRows);
+}
+
 LogMemory memory() {
   LogMemory memory;
   memory.chunk_bytes = 1u << 17;
@@ -51,6 +55,13 @@ std::vector<SegmentEntry> entries_of(const Log& log) {
   std::vector<SegmentEntry> entries;
   for (const auto& [id, segment] : log.segments()) entries.push_back({segment->id, segment->epoch, segment->bytes});
   return entries;
+}
+
+std::vector<Segment*> adopt(Log* log, const std::vector<SegmentEntry>& entries) {
+  log->adopt(entries);
+  std::vector<Segment*> segments;
+  for (const SegmentEntry& entry : entries) segments.push_back(log->find_segment(entry.segment));
+  return segments;
 }
 
 Written write(const std::string& path) {
@@ -155,17 +166,13 @@ TEST(replay_on_threads_in_passes_gives_every_directory_the_newest_entries) {
       for (const int form : {0, 1, 2}) {
         const auto log = new_log(sandbox / "t");
         log->adopt(written.first);
-        const auto directory = form == 0   ? make_flat_directory(kRows)
-                               : form == 1 ? make_hashed_directory()
-                                           : make_bounded_directory(kRows);
+        const auto directory = make_directory(form);
         const uint64_t version = directory->version();
         const Replay replay{log.get(), directory.get(), kRows, written.versions_end, scratch};
         (void)replay.run_all();
         check_equal(*log, *directory, written.after_first);
         CHECK(directory->version() != version);
-        log->adopt(written.rest);
-        std::vector<Segment*> rest;
-        for (const SegmentEntry& entry : written.rest) rest.push_back(log->find_segment(entry.segment));
+        const std::vector<Segment*> rest = adopt(log.get(), written.rest);
         const Replay::Result result = replay.run(rest);
         CHECK_EQ(result.entries, written.entries_of_rest);
         CHECK_EQ(result.lost, uint64_t{0});
@@ -246,9 +253,7 @@ TEST(replay_over_a_directory_in_use_asks_for_room_and_gives_up_what_it_replaces)
   for (const int form : {0, 1, 2}) {
     const auto log = new_log(sandbox / "t");
     log->adopt(written.first);
-    const auto directory = form == 0   ? make_flat_directory(kRows)
-                           : form == 1 ? make_hashed_directory()
-                                       : make_bounded_directory(kRows);
+    const auto directory = make_directory(form);
     (void)Replay{log.get(), directory.get(), kRows, written.versions_end, size_t{1} << 30}.run_all();
     Model expected = written.after_first;
     Frames frames;
@@ -265,9 +270,7 @@ TEST(replay_over_a_directory_in_use_asks_for_room_and_gives_up_what_it_replaces)
       expected[id] = {newest.version, is_count(newest.entry) ? kAbsent : newest.entry};  // a reader keeps no counts
     }
     const uint64_t last_of_first = written.first.back().segment;
-    log->adopt(written.rest);
-    std::vector<Segment*> rest;
-    for (const SegmentEntry& entry : written.rest) rest.push_back(log->find_segment(entry.segment));
+    const std::vector<Segment*> rest = adopt(log.get(), written.rest);
     std::vector<char> has_room(kRows, 0);
     size_t given_up = 0;
     const Replay::InUse in_use{[&](const int64_t* ids, size_t n) {
