@@ -163,6 +163,13 @@ def test_an_index_finds_the_exact_neighbors(table: bb.Table, tmp_path: Path, met
     matches = index.search(table.lookup(asked), 6)
     hits = [len(set(keys) & set(best)) for keys, best in zip(matches.keys.tolist(), wanted.tolist(), strict=True)]
     assert sum(hits) >= 0.97 * 5 * len(asked)
+    before, again = bb.get_num_threads(), tmp_path / "again.usearch"
+    bb.set_num_threads(4)
+    try:
+        bb.export_rows(table, again, metric=metric, chunk=400)
+    finally:
+        bb.set_num_threads(before)
+    assert again.read_bytes() == file.read_bytes()
 
 
 def test_an_index_comes_back_bit_for_bit(table: bb.Table, tmp_path: Path) -> None:

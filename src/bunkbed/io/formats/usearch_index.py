@@ -4,6 +4,8 @@
 2. The index grows in memory: new rows change links anywhere in the graph, so it cannot be built on disk. Its memory is
    reserved in the table's RAM budget before the first row; the table's cache shrinks.
 3. The file is written at the end, from the whole index.
+4. Threads that add rows at once miss some of each other's links, which shows in a small graph: of 1,500 rows, more than
+   3 % of the nearest were not found in one build of 45. One thread builds a small index: the same bytes each time.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ _INSTALL = '"bunkbed[ann]"'
 _METRICS = {"dot": "ip", "cosine": "cos"}
 #: Bytes of an index without its vectors: 300 to 330 bytes per row were measured for links, keys and the map of keys.
 _ROW_BYTES, _FIXED_BYTES = 400, 1 << 20
+#: Up to so many rows are added by one thread, in about a second.
+_SMALL = 10_000
 
 
 def index_bytes(rows: int, dim: int) -> int:
@@ -76,8 +80,9 @@ def write(writing: Writing) -> int:
     table, done = writing.table, 0
     with _memory(table, index_bytes(len(table), table.dim)):
         index: Any = module.Index(ndim=table.dim, metric=_METRICS[writing.metric], dtype="f32")
+        threads = 1 if len(table) <= _SMALL else get_num_threads()
         for ids, slots in writing.stored():
-            index.add(ids.astype(np.uint64), slots["weight"], threads=get_num_threads())
+            index.add(ids.astype(np.uint64), slots["weight"], threads=threads)
             done += len(ids)
         if len(index) != done:
             raise RuntimeError(f"{writing.target}: USearch took {len(index)} of {done} rows; nothing was written")
