@@ -307,7 +307,7 @@ void Manifests::for_each_new(const Facts* before, const Facts& manifest, const C
   }
 }
 
-Manifests::Held Manifests::collect(const Spared& spared) const {
+Manifests::Held Manifests::collect(const Spared& spared, const std::function<void()>& removed_segment) const {
   bool is_known;
   {
     const MutexLock guard(mutex_);
@@ -385,6 +385,7 @@ Manifests::Held Manifests::collect(const Spared& spared) const {
     }
     vfs_.remove(directory_ + "/" + segment_name(number));
     failpoint("collect.segment");
+    removed_segment();
   }
   for (const uint64_t number : files.index_snapshots) {
     if (number >= spared.index_snapshots_end || index_snapshots.contains(number)) continue;

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <set>
@@ -68,8 +69,8 @@ class Manifests {
   // Removes every commit except the newest, the kept and the pinned ones; then every segment file and directory
   // index snapshot that no remaining commit names and that is not spared. A writer lists the directory once. After that
   // it examines files that no commit named the last time, files of removed commits, and numbers given out since.
-  // collect() and remove() must not run concurrently.
-  Held collect(const Spared& spared) const;
+  // `removed_segment` is called after each segment. collect() and remove() must not run concurrently.
+  Held collect(const Spared& spared, const std::function<void()>& removed_segment = [] {}) const;
   // Only for a seeded bug: removes segments that `manifest`, which is not written yet, does not name.
   void remove_segments_unnamed_by(const Manifest& manifest) const;
   // Removes files of unfinished commits.

@@ -182,7 +182,7 @@ void Committer::make_durable(Job* job) {
   table_.manifests.write(manifest);
 }
 
-void Committer::run(Job* job) {
+void Committer::run(Job* job, FileCollector::Pace pace) {
   std::exception_ptr error;
   try {
     make_durable(job);
@@ -203,7 +203,7 @@ void Committer::run(Job* job) {
     }
     job->pending->succeed(job->manifest.epoch);
     failpoint("commit.published");
-    tidy_up();
+    tidy_up(pace);
     index_.consider();
   }
   end();
@@ -238,7 +238,7 @@ void Committer::give_up(Job* job, const std::exception_ptr& error) {
 }
 
 // Step 5. The commit is durable and acknowledged. Work that fails now is done after the next commit.
-void Committer::tidy_up() {
+void Committer::tidy_up(FileCollector::Pace pace) {
   {
     const auto guard = table_.lock.slice();
     // Its segments now count as named by a commit: when they are emptied, they leave the log and their files stay.
@@ -249,7 +249,7 @@ void Committer::tidy_up() {
   }
   compaction_.run_after_commit();
   try {
-    collector_.collect_in_slices();
+    collector_.collect_in_slices(FileCollector::kNewest, pace);
   } catch (const std::exception&) {
   }
 }
@@ -258,7 +258,7 @@ void Committer::tidy_up() {
 
 uint64_t Committer::commit(const std::optional<std::string>& meta, const std::string& keep) {
   std::shared_ptr<PendingCommit> pending;
-  if (const auto job = prepare(meta, keep, &pending)) run(job.get());
+  if (const auto job = prepare(meta, keep, &pending)) run(job.get(), FileCollector::Pace::kAtOnce);
   return pending->wait();
 }
 
@@ -274,20 +274,20 @@ std::shared_ptr<PendingCommit> Committer::begin_commit(const std::optional<std::
     before = std::move(thread_);
     last_commit_ = pending;
     try {
-      thread_ = std::make_unique<std::thread>([this, job] { run(job.get()); });
+      thread_ = std::make_unique<std::thread>([this, job] { run(job.get(), FileCollector::Pace::kPaused); });
       job = nullptr;
     } catch (const std::exception&) {  // no thread can be started: the commit runs here, below
     }
   }
   if (before != nullptr) before->join();  // it does not use the table any more: its commit is over
-  if (job != nullptr) run(job.get());
+  if (job != nullptr) run(job.get(), FileCollector::Pace::kAtOnce);
   return pending;
 }
 
 void Committer::commit_index_snapshot() {
   try {
     std::shared_ptr<PendingCommit> pending;
-    if (const auto job = prepare(std::nullopt, "", &pending, true)) run(job.get());
+    if (const auto job = prepare(std::nullopt, "", &pending, true)) run(job.get(), FileCollector::Pace::kAtOnce);
     pending->wait();
   } catch (const Error&) {  // the last commit is unchanged
   }

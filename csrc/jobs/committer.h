@@ -9,8 +9,9 @@
 //      sealed, so bytes below a committed length never change again.
 //   4. Without the lock: the manifest is written under a temporary name, synced and linked under its epoch, and the
 //      directory is synced. From here on the commit is durable, and the calls that wait for it continue.
-//   5. tidy_up() compacts and removes files that no remaining manifest names. Then an index snapshot starts if one is
-//      due (jobs/index_snapshots.h). The manifest names the one that was ready at step 1.
+//   5. tidy_up() compacts, and removes files that no remaining manifest names; in the background it pauses after each
+//      segment. Then an index snapshot starts if one is due (jobs/index_snapshots.h). The manifest names the one that
+//      was ready at step 1.
 //
 // Why the manifest of an epoch E is right although rows change, are evicted and are moved by compaction meanwhile:
 //   - All appends after step 1, by evictions of newly dirty rows and by compaction, go to segments of E + 1, which E
@@ -85,12 +86,12 @@ class Committer {
   std::unique_ptr<Job> prepare(const std::optional<std::string>& meta, const std::string& keep,
                                std::shared_ptr<PendingCommit>* pending, bool even_if_same = false);
   Manifest manifest_now(uint64_t epoch) const REQUIRES(table_.lock);
-  void run(Job* job);
+  void run(Job* job, FileCollector::Pace pace);
   void make_durable(Job* job);
   template <typename Work>
   void in_slices(Log* log, const Work& work);
   void give_up(Job* job, const std::exception_ptr& error);
-  void tidy_up();
+  void tidy_up(FileCollector::Pace pace);
   void end();
 
   TableState& table_;

@@ -47,13 +47,18 @@ void FileCollector::try_collect() {
   }
 }
 
-void FileCollector::collect_in_slices(size_t newest) {
+void FileCollector::collect_in_slices(size_t newest, Pace pace) {
   Manifests::Spared spared;
   {
     const auto guard = table_.lock.slice();
     spared = this->spared(newest);
+    if (table_.store->disk().is_limited()) pace = Pace::kAtOnce;
   }
-  Manifests::Held held = table_.manifests.collect(spared);
+  Manifests::Held held = table_.manifests.collect(spared, [this, pace] {
+    if (pace == Pace::kAtOnce) return;
+    auto guard = table_.lock.slice();
+    table_.lock.pause_commit(guard, kPause);
+  });
   const auto guard = table_.lock.slice();
   for (const uint64_t id : spared.segments) {
     // The segment was emptied meanwhile. The collection spared it because the log used it. The log kept its file

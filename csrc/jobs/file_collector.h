@@ -2,6 +2,7 @@
 // newest, is kept under a name, or is pinned by a run.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <set>
@@ -15,6 +16,11 @@ namespace bunkbed {
 class FileCollector {
  public:
   static constexpr size_t kNewest = 2;  // commits that stay without a name or a pin
+  // Removing a file occupies the disk, and so delays the reads of steps: it frees the blocks, and file systems mounted
+  // with `discard` pass them to the device. kPaused leaves this time after each segment, until a call waits for the
+  // commit. A disk limit needs the space at once.
+  static constexpr std::chrono::milliseconds kPause{50};
+  enum class Pace { kAtOnce, kPaused };
 
   FileCollector(TableState& table, IndexSnapshots& index) : table_(table), index_(index) {}
   FileCollector(const FileCollector&) = delete;
@@ -29,7 +35,7 @@ class FileCollector {
   // The same, ignoring errors: the next collection tries again.
   void try_collect() REQUIRES(table_.lock);
   // The same in slices that take the lock; files are removed without it, as that is slow. Requires is_committing().
-  void collect_in_slices(size_t newest = kNewest);
+  void collect_in_slices(size_t newest = kNewest, Pace pace = Pace::kAtOnce);
   // For closing, without a store: removes segments that no commit names. Requires the lock of exclusive().
   void collect_leftovers() REQUIRES(table_.lock);
 

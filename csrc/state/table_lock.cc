@@ -78,14 +78,18 @@ TableLock::Guard TableLock::slice() {
 
 // ---- Waiting with the lock
 
-template <typename Claim>
-void TableLock::wait(Guard& guard, std::condition_variable& changed, const Claim& claim) {
-  if (claim()) return;
+template <typename Wait>
+void TableLock::wait_without_lock(Guard& guard, const Wait& wait) {
   calls_left_ += guard.is_call_;
   if (may_slice_enter()) on_->turn.notify_all();
   std::unique_lock held(mutex_, std::adopt_lock);
-  changed.wait(held, claim);
+  wait(held);
   held.release();
+}
+
+template <typename Claim>
+void TableLock::wait(Guard& guard, std::condition_variable& changed, const Claim& claim) {
+  if (!claim()) wait_without_lock(guard, [&](auto& held) { changed.wait(held, claim); });
 }
 
 void TableLock::settle(Guard& guard) {
@@ -135,6 +139,12 @@ void TableLock::end_commit() {
   on_->commit.notify_all();
 }
 
+void TableLock::pause_commit(Guard& guard, std::chrono::milliseconds most) {
+  const auto is_waited_for = [this] { return serving_ != next_ticket_; };
+  if (is_waited_for()) return;
+  wait_without_lock(guard, [&](auto& held) { on_->commit.wait_for(held, most, is_waited_for); });
+}
+
 void TableLock::wait_for_commit(Guard& guard) {
   wait_for_turn(guard);
   end_turn();
@@ -142,6 +152,7 @@ void TableLock::wait_for_commit(Guard& guard) {
 
 void TableLock::wait_for_turn(Guard& guard) {
   const uint64_t ticket = next_ticket_++;
+  if (is_committing_) on_->commit.notify_all();  // it may pause
   wait(guard, on_->commit, [&] { return ticket == serving_ && !is_committing_; });
 }
 

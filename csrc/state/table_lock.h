@@ -8,10 +8,12 @@
 //   slice at most, and calls cannot starve background work. A plain mutex is not enough: a thread that unlocks and
 //   relocks a mutex gets it before a thread that must be woken.
 //
-// The mutex decides the order of calls. No thread sleeps for a fixed time: an unlock wakes the next slice.
+// The mutex decides the order of calls. No thread sleeps for a fixed time: an unlock wakes the next slice, and a call
+// that waits for a commit ends its pause.
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -106,6 +108,8 @@ class CAPABILITY("table lock") TableLock {
   bool is_committing() const REQUIRES(this) { return is_committing_; }
   void begin_commit() REQUIRES(this) { is_committing_ = true; }
   void end_commit() REQUIRES(this);
+  // Waits for `most`, or until a call waits for the commit under way to end.
+  void pause_commit(Guard& guard, std::chrono::milliseconds most) REQUIRES(this);
   // By ticket. A call that starts a commit without exclusive() calls this first and keeps the lock until
   // begin_commit().
   void wait_for_commit(Guard& guard) REQUIRES(this);
@@ -123,6 +127,8 @@ class CAPABILITY("table lock") TableLock {
   bool may_slice_enter() const;
   void wait_for_turn(Guard& guard);
   void end_turn();
+  template <typename Wait>
+  void wait_without_lock(Guard& guard, const Wait& wait) NO_THREAD_SAFETY_ANALYSIS;
   template <typename Claim>
   void wait(Guard& guard, std::condition_variable& changed, const Claim& claim) NO_THREAD_SAFETY_ANALYSIS;
 
@@ -136,7 +142,7 @@ class CAPABILITY("table lock") TableLock {
   struct Conditions {
     std::condition_variable turn;    // a slice may enter
     std::condition_variable rest;    // staging or compaction ended, or a call that waited for them continued
-    std::condition_variable commit;  // the commit is over
+    std::condition_variable commit;  // the commit is over, or a call waits for that
   };
   // Leaked in a forked child: destroying a condition variable would wait for threads of the parent.
   std::unique_ptr<Conditions> on_ = std::make_unique<Conditions>();

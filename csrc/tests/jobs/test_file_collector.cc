@@ -2,10 +2,13 @@
 #include "jobs/file_collector.h"
 
 #include <cerrno>
+#include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -25,8 +28,9 @@ using Epochs = std::vector<uint64_t>;
 // Calls a function when a manifest is removed: in the middle of a collection.
 class AtRemoval final : public FaultVfs {
  public:
-  std::function<void()> call;
+  std::function<void()> call, at_segment;
   void remove(const std::string& path) override {
+    if (at_segment && path.find("/segment-") != std::string::npos) at_segment();
     if (call && path.find("/manifest-") != std::string::npos) std::exchange(call, nullptr)();
     FaultVfs::remove(path);
   }
@@ -64,6 +68,12 @@ struct Collected {
     for (const SegmentEntry& entry : manifest.segments) named.insert(entry.segment);
     store.compactor().add_named_segments(named);
     table->committer.publish(manifest);
+  }
+  // Makes commits. The log drops the segments that have no live rows, as compaction does.
+  void commit_and_drop(int times) {
+    for (int commit = 1; commit <= times; ++commit) this->commit();
+    const auto guard = table->state.lock.exclusive();
+    table->state.store->compactor().drop_dead_segments();
   }
   void collect(size_t newest = FileCollector::kNewest) {
     const auto guard = table->state.lock.exclusive();
@@ -205,6 +215,49 @@ TEST(collector_in_slices_removes_segments_that_were_dropped_meanwhile) {
   CHECK(rows.epochs() == Epochs({4}));
   CHECK(rows.files() == rows.needed());
   CHECK_EQ(rows.table->value(550), 1.0f);
+}
+
+// Only a commit in the background pauses, and where no disk limit needs the space.
+TEST(collector_pauses_after_each_segment) {
+  using Clock = std::chrono::steady_clock;
+  for (const bool is_commit : {false, true}) {
+    Collected rows;
+    rows.commit_and_drop(4);
+    std::vector<Clock::time_point> removed;
+    rows.vfs.at_segment = [&] { removed.push_back(Clock::now()); };
+    if (is_commit) {
+      rows.table->add_one(range(0, 1));
+      rows.table->committer.begin_commit(std::nullopt, "")->wait();
+      for (bool is_over = false; !is_over; std::this_thread::yield()) {
+        const auto guard = rows.table->state.lock.work();
+        is_over = !rows.table->state.lock.is_committing();
+      }
+    } else {
+      rows.table->collector.collect_in_slices(1, FileCollector::Pace::kPaused);
+    }
+    CHECK(rows.files() == rows.needed());
+    CHECK(removed.size() >= 2);
+    CHECK(removed.back() - removed.front() >= (removed.size() - 1) * FileCollector::kPause);
+  }
+}
+
+TEST(collector_takes_no_lock_to_pause_in_a_call_or_with_a_disk_limit) {
+  for (const bool is_commit : {false, true}) {
+    Collected rows;
+    rows.commit_and_drop(4);
+    TableLock::Guard guard;
+    size_t removed = 0;
+    rows.vfs.at_segment = [&] { guard = ++removed == 1 ? rows.table->state.lock.work() : TableLock::Guard(); };
+    if (is_commit) {
+      rows.table->add_one(range(0, 1));
+      rows.table->committer.commit(std::nullopt, "");
+    } else {
+      rows.table->state.store->disk().set_limit(uint64_t{1} << 40, FileCollector::kNewest, 1000);
+      rows.table->collector.collect_in_slices(1, FileCollector::Pace::kPaused);
+    }
+    CHECK(removed >= 2);
+    CHECK(rows.files() == rows.needed());
+  }
 }
 
 TEST(collector_that_fails_is_tried_again) {

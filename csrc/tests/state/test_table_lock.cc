@@ -306,6 +306,36 @@ TEST(table_lock_a_slice_enters_while_a_call_waits_for_the_commit) {
   }
 }
 
+TEST(table_lock_a_pause_of_a_commit_ends_by_time_or_when_a_call_waits_for_the_commit) {
+  using std::chrono::milliseconds;
+  TableLock lock("t");
+  auto guard = lock.work();
+  lock.begin_commit();
+  guard.unlock();
+  std::thread call;
+  bool was_committing = true;
+  std::chrono::steady_clock::duration paused{};
+  {
+    auto slice = lock.slice();
+    const auto start = std::chrono::steady_clock::now();
+    lock.pause_commit(slice, milliseconds(20));
+    CHECK(std::chrono::steady_clock::now() - start >= milliseconds(20));
+    call = std::thread([&] {
+      auto own = lock.work();
+      lock.wait_for_commit(own);
+      was_committing = lock.is_committing();
+    });
+    const auto again = std::chrono::steady_clock::now();
+    lock.pause_commit(slice, std::chrono::minutes(1));  // the call starts to wait
+    lock.pause_commit(slice, std::chrono::minutes(1));  // it waits
+    paused = std::chrono::steady_clock::now() - again;
+    lock.end_commit();
+  }
+  call.join();
+  CHECK(!was_committing);
+  CHECK(paused < std::chrono::minutes(1));
+}
+
 TEST(table_lock_of_a_parent_is_refused_in_a_child_which_destroys_it_without_waiting) {
   auto lock = std::make_unique<TableLock>("orders");
   {
