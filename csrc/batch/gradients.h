@@ -15,6 +15,8 @@ namespace bunkbed {
 ExactSum sum_gradients(const Batch& batch, const float* grads, size_t dim, float* sums);
 // The same where the gradient of place order()[o] is row rows[o] of `grads`.
 ExactSum sum_gradients(const Batch& batch, const uint32_t* rows, const float* grads, size_t dim, float* sums);
+// The same without the sum of squares: only whether all sums are finite.
+bool sum_finite_gradients(const Batch& batch, const float* grads, size_t dim, float* sums);
 
 // The sum of the parts.
 ExactSum total(const ExactSum* parts, size_t n);

@@ -39,6 +39,12 @@ class BoundedDirectory final : public Directory {
       entries[i] = find(within(rows + i));
     }
   }
+  void prefetch(int64_t row) const override {
+    const Range& range = of(row);
+    if (range.flat == nullptr) return range.hashed.prefetch(mix_id(row));
+    __builtin_prefetch(at(range, row), 0, 2);
+    __builtin_prefetch(at(range, row) + sizeof(uint64_t) - 1, 0, 2);
+  }
   Entry find(int64_t row) const override {
     const Range& range = of(row);
     return range.flat != nullptr ? load_entry(at(range, row)) : range.hashed.find(row, mix_id(row));
@@ -165,12 +171,6 @@ class BoundedDirectory final : public Directory {
   const Range& of(int64_t row) const { return ranges_[index_of(row)]; }
   std::byte* at(const Range& range, int64_t row) const {
     return range.flat->get() + (static_cast<uint64_t>(row) & ((uint64_t{1} << shift_) - 1)) * kEntryBytes;
-  }
-  void prefetch(int64_t row) const {
-    const Range& range = of(row);
-    if (range.flat == nullptr) return range.hashed.prefetch(mix_id(row));
-    __builtin_prefetch(at(range, row), 0, 2);
-    __builtin_prefetch(at(range, row) + sizeof(uint64_t) - 1, 0, 2);
   }
   size_t flat_bytes(size_t range) const {
     return std::min(num_rows_ - (range << shift_), uint64_t{1} << shift_) * kEntryBytes + sizeof(uint64_t);

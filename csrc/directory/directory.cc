@@ -36,6 +36,12 @@ class FlatDirectory final : public Directory {
       entries[i] = load_entry(at(within(rows + i)));
     }
   }
+  // Into the second-level cache, because the first can have too few lines under way. One load in nine straddles two
+  // lines; without a prefetch of the second line it would stall for a full miss.
+  void prefetch(int64_t row) const override {
+    __builtin_prefetch(at(row), 0, 2);
+    __builtin_prefetch(at(row) + sizeof(uint64_t) - 1, 0, 2);
+  }
   Entry find(int64_t row) const override { return load_entry(at(row)); }
   void set(int64_t row, Entry entry) override {
     changed();
@@ -111,12 +117,6 @@ class FlatDirectory final : public Directory {
   std::byte* at(int64_t row) const { return entry_zeros_.get() + static_cast<uint64_t>(row) * kEntryBytes; }
   uint8_t* home() const { return reinterpret_cast<uint8_t*>(home_zeros_.get()); }
   bool is_group_home(int64_t row) const { return home()[static_cast<uint64_t>(row) / kGroupRows] == kGroupRows; }
-  // Into the second-level cache, because the first can have too few lines under way. One load in nine straddles two
-  // lines; without a prefetch of the second line it would stall for a full miss.
-  void prefetch(int64_t row) const {
-    __builtin_prefetch(at(row), 0, 2);
-    __builtin_prefetch(at(row) + sizeof(uint64_t) - 1, 0, 2);
-  }
   void locate_at_home(const int64_t* rows, size_t n, Entry* entries) const {
     for (size_t i = 0; i < n; ++i) {
       if (i + kAhead < n) {
@@ -158,6 +158,10 @@ class HashedDirectory final : public Directory {
       }
       entries[i] = of(hash).find(rows[i], hash);
     }
+  }
+  void prefetch(int64_t row) const override {
+    const uint64_t hash = mix_id(row);
+    of(hash).prefetch(hash);
   }
   Entry find(int64_t row) const override {
     const uint64_t hash = mix_id(row);

@@ -78,6 +78,8 @@ class Directory {
   // entries[i] = entry of rows[i]. Only this call accepts rows out of range; their entries are arbitrary.
   virtual void locate(const int64_t* rows, size_t n, Entry* entries) const = 0;
   virtual Entry find(int64_t row) const = 0;
+  // For a call with this row that follows soon.
+  virtual void prefetch(int64_t row) const = 0;
   // Sets the entry of a row; kAbsent erases it. A row that is new to a hashed directory requires reserve().
   virtual void set(int64_t row, Entry entry) = 0;
   // False when new rows take no memory.

@@ -122,9 +122,9 @@ struct Kernels {
   // acc[i] = acc[i] + scale * x[i]  (product rounded, then sum rounded)
   void (*add_scaled_row)(int64_t dim, float scale, const float* x, float* acc);
   // For each u < n: sums[u * dim + i] = the rows (dim) order[starts[u]], ..., order[starts[u + 1] - 1] of `grads`,
-  // added in that order, and squares[u] = the sum of their squares, as sum_of_squares gives it. `order` has `known`
-  // entries, so that later rows can be prefetched.
-  void (*sum_rows)(int64_t dim, const float* grads, const uint32_t* order, const uint32_t* starts, size_t n,
+  // added in that order, and, unless `squares` is null, squares[u] = the sum of their squares, as sum_of_squares gives
+  // it. `order` has `known` entries, so that later rows can be prefetched. Returns whether all sums are finite.
+  bool (*sum_rows)(int64_t dim, const float* grads, const uint32_t* order, const uint32_t* starts, size_t n,
                    uint32_t known, float* sums, double* squares);
   // out = the rows added up in order, as by add_row and add_scaled_row; 16-bit rows are widened first
   void (*pool_rows)(DType dtype, int64_t dim, const PoolRun& run, float* out);

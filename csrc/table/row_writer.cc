@@ -35,7 +35,7 @@ void RowWriter::not_finite(const Batch& batch, const int64_t* ids, size_t n, con
   table_.check_finite(ids, n, grads, table_.spec.dim, "gradient");
   std::vector<float> sum(table_.spec.dim);
   size_t u = 0;
-  while (u + 1 < batch.num_unique() && std::isfinite(sum_row(batch, u, grads, sum.data()))) ++u;
+  while (u + 1 < batch.num_unique() && sum_row(batch, u, grads, sum.data())) ++u;
   const int64_t id = batch.unique()[u];
   throw Error(ErrorKind::kInvalid, "table '" + table_.name + "': the gradients of id " + std::to_string(id) +
                                        " are finite one by one and overflow float32 when summed; nothing was changed; "
@@ -166,7 +166,7 @@ void RowWriter::update(const int64_t* ids, size_t n, const float* grads, std::op
       table_.scratch.sums.resize(std::max(table_.scratch.sums.size(), floats));
       sums = table_.scratch.sums.data();
     }
-    if (!std::isfinite(sum_gradients(batch, grads, dim, sums).rounded())) not_finite(batch, ids, n, grads);
+    if (!sum_finite_gradients(batch, grads, dim, sums)) not_finite(batch, ids, n, grads);
     add_new_rows(table_.store->new_rows(batch.unique().data(), batch.num_unique(), next.draws()), &coming);
   }
   table_.store->reserve(coming);
@@ -183,12 +183,10 @@ void RowWriter::update(const int64_t* ids, size_t n, const float* grads, std::op
   finish_step(next);
 }
 
-// Sums the gradients of unique row u. Returns the sum of squares of `sum`, which is finite when all its elements are.
-double RowWriter::sum_row(const Batch& batch, size_t u, const float* grads, float* sum) const {
-  double squares = 0.0;
-  kernels().sum_rows(table_.spec.dim, grads, batch.order().data(), batch.offsets().data() + u, 1,
-                     static_cast<uint32_t>(batch.size()), sum, &squares);
-  return squares;
+// Sums the gradients of unique row u. Returns whether the sums are finite.
+bool RowWriter::sum_row(const Batch& batch, size_t u, const float* grads, float* sum) const {
+  return kernels().sum_rows(table_.spec.dim, grads, batch.order().data(), batch.offsets().data() + u, 1,
+                            static_cast<uint32_t>(batch.size()), sum, nullptr);
 }
 
 // Notes in a record of a table with usage that a step named its row.

@@ -60,7 +60,7 @@ class RowWriter {
   template <typename Write>
   void write_rows(const char* what, const Write& write) REQUIRES(table_.lock);
   void finish_step(const Step& step) REQUIRES(table_.lock);
-  double sum_row(const Batch& batch, size_t u, const float* grads, float* sum) const;
+  bool sum_row(const Batch& batch, size_t u, const float* grads, float* sum) const;
   [[noreturn]] void not_finite(const Batch& batch, const int64_t* ids, size_t n, const float* grads) const;
   void reserve_for(const Batch& batch, const Step& step) REQUIRES(table_.lock);
   // `sums`: the gradient sums, or null to compute them from `grads`.

@@ -19,6 +19,7 @@ class CountingDirectory final : public Directory {
     below_->locate(rows, n, entries);
   }
   Entry find(int64_t row) const override { return below_->find(row); }
+  void prefetch(int64_t row) const override { below_->prefetch(row); }
   void set(int64_t row, Entry entry) override {
     below_->set(row, entry);
     follow();

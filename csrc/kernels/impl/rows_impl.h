@@ -90,9 +90,11 @@ inline double squares_of(int64_t n, const float* x) {
 }
 
 // Sums columns [0, kVectors vectors) of rows order[0 .. n) of `grads`, in registers. The rows are scattered over the
-// batch, so the next ones, up to order[known], are prefetched.
+// batch, so the next ones, up to order[known], are prefetched. Adds 0 times each sum to `probe`: NaN if one is not
+// finite.
 template <int64_t kVectors>
-inline void sum_tile(int64_t dim, const float* grads, const uint32_t* order, uint32_t n, uint32_t known, float* out) {
+inline void sum_tile(int64_t dim, const float* grads, const uint32_t* order, uint32_t n, uint32_t known, float* out,
+                     Floats* probe) {
   constexpr int64_t kWidth = kVectorBytes / sizeof(float);
   constexpr uint32_t kAhead = 32;
   Floats acc[kVectors];
@@ -108,29 +110,36 @@ inline void sum_tile(int64_t dim, const float* grads, const uint32_t* order, uin
     }
   }
   __builtin_memcpy(out, acc, sizeof acc);
+  for (int64_t v = 0; v < kVectors; ++v) *probe = *probe + acc[v] * 0.0f;
 }
 
 double sum_of_squares(int64_t n, const float* x) { return squares_of(n, x); }
 
-void sum_rows(int64_t dim, const float* grads, const uint32_t* order, const uint32_t* starts, size_t n, uint32_t known,
+bool sum_rows(int64_t dim, const float* grads, const uint32_t* order, const uint32_t* starts, size_t n, uint32_t known,
               float* __restrict sums, double* __restrict squares) {
   constexpr int64_t kWidth = kVectorBytes / sizeof(float);
+  Floats probe{};
+  float rest = 0.0f;  // the probe of the last columns
   for (size_t u = 0; u < n; ++u, sums += dim) {
     const uint32_t* const places = order + starts[u];
     const uint32_t count = starts[u + 1] - starts[u];
     int64_t i = 0;
     for (; i + 4 * kWidth <= dim; i += 4 * kWidth)
-      sum_tile<4>(dim, grads + i, places, count, known - starts[u], sums + i);
-    for (; i + kWidth <= dim; i += kWidth) sum_tile<1>(dim, grads + i, places, count, known - starts[u], sums + i);
+      sum_tile<4>(dim, grads + i, places, count, known - starts[u], sums + i, &probe);
+    for (; i + kWidth <= dim; i += kWidth)
+      sum_tile<1>(dim, grads + i, places, count, known - starts[u], sums + i, &probe);
     if (i < dim) {
       for (int64_t c = i; c < dim; ++c) sums[c] = grads[static_cast<int64_t>(places[0]) * dim + c];
       for (uint32_t o = 1; o < count; ++o) {
         const float* const row = grads + static_cast<int64_t>(places[o]) * dim;
         for (int64_t c = i; c < dim; ++c) sums[c] = sums[c] + row[c];
       }
+      for (int64_t c = i; c < dim; ++c) rest = rest + sums[c] * 0.0f;
     }
-    squares[u] = squares_of(dim, sums);
+    if (squares != nullptr) squares[u] = squares_of(dim, sums);
   }
+  for (int64_t lane = 0; lane < kWidth; ++lane) rest = rest + probe[lane];
+  return rest == 0.0f;
 }
 
 void add_row(int64_t dim, const float* __restrict x, float* __restrict acc) {

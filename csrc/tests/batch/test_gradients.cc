@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -52,11 +53,51 @@ TEST(gradients_are_summed_in_batch_order_at_every_level_and_on_any_number_of_thr
         CHECK_EQ(got, first);
         CHECK(std::fabs(got - squares) <= 1e-12 * squares);
         CHECK_EQ(sum_gradients(batch, grads.data(), dim, nullptr).rounded(), first);
+        std::fill(sums.begin(), sums.end(), 0.0f);
+        CHECK(sum_finite_gradients(batch, grads.data(), dim, sums.data()));
+        CHECK(sums == wanted);
+        CHECK(sum_finite_gradients(batch, grads.data(), dim, nullptr));
       }
     }
   }
   set_simd(level);
   set_num_threads(before);
+}
+
+TEST(gradients_one_sum_that_is_not_finite_is_found_in_any_column_at_every_level) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity(), kLargest = std::numeric_limits<float>::max();
+  const Simd level = current_simd();
+  const std::vector<int64_t> ids = {5, 3, 5, 9};  // places 0 and 2 are added
+  Batch batch;
+  batch.assign(ids.data(), ids.size());
+  for (const Simd simd : supported_levels()) {
+    set_simd(simd);
+    for (const size_t dim : {1, 7, 16, 33, 64, 200}) {
+      std::vector<float> grads(ids.size() * dim, 1.0f);
+      std::vector<float> sums(batch.num_unique() * dim);
+      const auto is_finite = [&] {
+        const bool with_sums = sum_finite_gradients(batch, grads.data(), dim, sums.data());
+        CHECK_EQ(sum_finite_gradients(batch, grads.data(), dim, nullptr), with_sums);
+        CHECK_EQ(std::isfinite(sum_gradients(batch, grads.data(), dim, nullptr).rounded()), with_sums);
+        return with_sums;
+      };
+      for (size_t d = 0; d < dim; ++d) {
+        float &one = grads[1 * dim + d], &two = grads[0 * dim + d], &other = grads[2 * dim + d];
+        for (const float bad : {kInfinity, -kInfinity, std::nanf("")}) {
+          one = bad;
+          CHECK(!is_finite());
+          one = 1.0f;
+        }
+        two = kLargest;
+        CHECK(is_finite());
+        other = kLargest;
+        CHECK(!is_finite());
+        two = other = 1.0f;
+      }
+      CHECK(is_finite());
+    }
+  }
+  set_simd(level);
 }
 
 TEST(gradients_whose_sum_overflows_give_no_finite_norm) {

@@ -79,24 +79,26 @@ Batch batch_of(const std::vector<int64_t>& ids) {
 }  // namespace
 
 TEST(store_appends_the_victims_of_a_load_by_cell) {
-  StoreParts parts(64);
-  Store& store = *parts.store;
-  parts.write(range(0, 64));
-  std::vector<uint32_t> frames(60);
-  const std::vector<int64_t> rows = range(100, 160);
-  store.reserve(store.new_rows(rows.data(), rows.size()));
-  store.pin(rows.data(), rows.size(), true, frames.data());
-  store.unpin(frames.data(), frames.size());
-  std::vector<std::pair<uint64_t, int64_t>> appended;  // position, row
-  for (int64_t row = 0; row < 64; ++row) {
-    const Entry entry = parts.directory->find(row);
-    if (is_position(entry)) appended.push_back({position_of(entry), row});
-  }
-  CHECK_EQ(appended.size(), size_t{60});
-  std::sort(appended.begin(), appended.end());
-  for (const uint64_t num_cells : {2, 16, 1000}) {
-    for (size_t i = 1; i < appended.size(); ++i) {
-      CHECK(cell_of(appended[i - 1].second, num_cells) <= cell_of(appended[i].second, num_cells));
+  for (const int64_t victims : {60, 5000}) {  // few and many are sorted in two ways
+    StoreParts parts(victims + 4);
+    Store& store = *parts.store;
+    parts.write(range(0, victims + 4));
+    std::vector<uint32_t> frames(victims);
+    const std::vector<int64_t> rows = range(victims + 10, 2 * victims + 10);
+    store.reserve(store.new_rows(rows.data(), rows.size()));
+    store.pin(rows.data(), rows.size(), true, frames.data());
+    store.unpin(frames.data(), frames.size());
+    std::vector<std::pair<uint64_t, int64_t>> appended;  // position, row
+    for (int64_t row = 0; row < victims + 4; ++row) {
+      const Entry entry = parts.directory->find(row);
+      if (is_position(entry)) appended.push_back({position_of(entry), row});
+    }
+    CHECK_EQ(appended.size(), frames.size());
+    std::sort(appended.begin(), appended.end());
+    for (const uint64_t num_cells : {uint64_t{2}, uint64_t{1000}, uint64_t{1} << 32}) {
+      for (size_t i = 1; i < appended.size(); ++i) {
+        CHECK(cell_of(appended[i - 1].second, num_cells) <= cell_of(appended[i].second, num_cells));
+      }
     }
   }
   CHECK_EQ(cell_of(0, 16), uint64_t{0});
