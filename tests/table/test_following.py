@@ -433,6 +433,28 @@ def test_batches_of_several_threads_are_of_one_commit(pair: Pair) -> None:
         wait_for(lambda: reader.version == pair.number)
 
 
+@pytest.mark.parametrize("name", ["item", "user"])
+def test_threads_that_open_a_table_at_once_get_one_that_moves(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair("run", tmp_path / "t")
+    both_open, open_table = threading.Barrier(2), bb.Run._open_table
+
+    def slowly(run: bb.Run, *args: Any, **more: Any) -> bb.Table:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both_open.wait(0.2)  # the other thread would be here, too
+        return open_table(run, *args, **more)
+
+    with pair.reader() as reader, ThreadPoolExecutor(2) as pool:
+        monkeypatch.setattr(bb.Run, "_open_table", slowly)
+        one, other = (each.result() for each in [pool.submit(reader.table, name) for _ in range(2)])
+        assert one is other
+        pair.commit()
+        reader.refresh()
+        assert set(np.unique(one.lookup(EVERY))) == {2}
+    pair.writer.close()
+
+
 def test_who_waits_to_move_goes_before_new_readers() -> None:
     pins, order = Pins(), list[str]()
     started, first_over = threading.Event(), threading.Event()

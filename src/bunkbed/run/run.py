@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -82,6 +83,7 @@ class Run(RunReader):
         self.mode = "r" if snapshot is not None else mode
         self._snapshot = snapshot
         self._start_following()
+        self._opening = threading.RLock()  # held while a table is opened: each name has one object
         self.budget = ram if isinstance(ram, Budget) else Budget(DEFAULT_RAM if ram is None else ram)
         self._shards_of = _shards_of  # the name of the sharded table whose shards are the run's tables, or None
         # Internal, for `bunkbed.sharded`: the files, and `manifest`, the present commit.
@@ -241,7 +243,7 @@ class Run(RunReader):
         self.settle(report=False)
         require_name("table", name)
         try:
-            with self._held():
+            with self._held(), self._opening:
                 return self._table(name, create)
         except FileNotFoundError:
             if self.mode == "w" or self.folder.manifest_path(self.epoch).exists():
