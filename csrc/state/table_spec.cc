@@ -61,11 +61,21 @@ uint64_t slots_per_segment(const TableSpec& spec, size_t payload_bytes) {
   return std::max<uint64_t>({bytes / stride, (16 * stride + kSegmentHeaderBytes) / stride + 1});
 }
 
-bool is_flat(const TableSpec& spec, size_t ram_bytes, size_t most_bytes) {
+namespace {
+
+// Of a table in RAM only: one for each row, and one to spare.
+uint64_t frames_for(uint64_t rows) { return std::max<uint64_t>(kMinFrames, rows) + 1; }
+
+}  // namespace
+
+bool is_flat(const TableSpec& spec, const MemoryPlan& plan, size_t frame_bytes) {
   if (spec.num_rows < 0) return false;
-  const size_t budget = ram_bytes == 0 ? size_t{4} << 30 : ram_bytes;
-  const size_t flat = flat_directory_bytes(static_cast<uint64_t>(spec.num_rows));
-  return flat <= budget / 4 && flat <= most_bytes;
+  const auto rows = static_cast<uint64_t>(spec.num_rows);
+  const size_t budget = plan.total_bytes == 0 ? size_t{4} << 30 : plan.total_bytes;
+  const size_t flat = flat_directory_bytes(rows);
+  if (flat > budget / 4 || flat > most_directory_bytes(plan, frame_bytes)) return false;
+  if (plan.has_log || plan.total_bytes == 0) return true;
+  return frames_for(rows) <= (plan.total_bytes - plan.fixed_bytes - flat) / Cache::frame_cost(frame_bytes);
 }
 
 namespace {
@@ -76,8 +86,8 @@ size_t directory_bytes(const TableSpec& spec, uint64_t stored_rows) {
                            : bounded_directory_bytes(static_cast<uint64_t>(spec.num_rows), stored_rows);
 }
 size_t directory_bytes(const TableSpec& spec, uint64_t stored_rows, const MemoryPlan& plan, size_t payload) {
-  const bool is_all_flat = is_flat(spec, plan.total_bytes, most_directory_bytes(plan, payload));
-  return is_all_flat ? flat_directory_bytes(static_cast<uint64_t>(spec.num_rows)) : directory_bytes(spec, stored_rows);
+  return is_flat(spec, plan, payload) ? flat_directory_bytes(static_cast<uint64_t>(spec.num_rows))
+                                      : directory_bytes(spec, stored_rows);
 }
 
 }  // namespace
@@ -85,19 +95,20 @@ size_t directory_bytes(const TableSpec& spec, uint64_t stored_rows, const Memory
 size_t minimum_ram(const TableSpec& spec, uint64_t stored_rows, bool on_disk) {
   const size_t payload = payload_of(spec);
   const uint64_t slots = slots_per_segment(spec, payload);
-  const uint64_t rows = on_disk ? rows_to_hold(spec, stored_rows) : std::max<uint64_t>(kMinFrames, stored_rows);
-  const uint64_t frames = (on_disk ? kMinFrames : rows) + 1;
   const size_t frame_cost = Cache::frame_cost(payload);
-  if (frames > kMostBytes / frame_cost) return kMostBytes;
-  const auto smallest = [&](size_t directory) {
-    if (directory > kMostBytes) return kMostBytes;
+  // On disk the fewest frames do, however many rows are stored.
+  const auto smallest = [&](size_t directory, uint64_t rows) {
+    const uint64_t frames = on_disk ? kMinFrames + 1 : frames_for(rows);
+    if (frames > kMostBytes / frame_cost || directory > kMostBytes) return kMostBytes;
     return smallest_budget(directory + frames * frame_cost, payload, slots, kAssumedReadUnit, on_disk);
   };
-  const size_t any_form = smallest(directory_bytes(spec, rows));
+  const uint64_t rows = on_disk ? rows_to_hold(spec, stored_rows) : std::max<uint64_t>(kMinFrames, stored_rows);
+  const size_t any_form = smallest(directory_bytes(spec, rows), rows);
   if (spec.num_rows < 0) return any_form;
   // A directory that is all flat in this budget is so in every larger one.
-  const size_t flat = flat_directory_bytes(static_cast<uint64_t>(spec.num_rows));
-  const size_t all_flat = smallest(flat);
+  const auto all_rows = static_cast<uint64_t>(spec.num_rows);
+  const size_t flat = flat_directory_bytes(all_rows);
+  const size_t all_flat = smallest(flat, all_rows);
   return flat <= all_flat / 4 ? std::min(any_form, all_flat) : any_form;
 }
 

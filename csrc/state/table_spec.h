@@ -12,6 +12,8 @@
 
 namespace bunkbed {
 
+struct MemoryPlan;
+
 struct TableSpec {
   int64_t num_rows = -1;  // -1: any non-negative id
   uint32_t dim = 0;
@@ -42,9 +44,9 @@ void check_record_size(uint32_t dim);
 // A segment has a 64th of the table within 1 MiB and 256 MiB, so that small tables are compacted, too. A table of
 // unknown size has segments of 64 MiB.
 uint64_t slots_per_segment(const TableSpec& spec, size_t payload_bytes);
-// Whether the whole directory is flat from the start: when it takes at most a quarter of the budget. `most_bytes`:
-// those that the plan leaves it.
-bool is_flat(const TableSpec& spec, size_t ram_bytes, size_t most_bytes);
+// Whether the whole directory is flat from the start: when it takes at most a quarter of the budget. In RAM only it
+// must also leave room for all rows, because no row can be written to disk. `frame_bytes`: of a record in a frame.
+bool is_flat(const TableSpec& spec, const MemoryPlan& plan, size_t frame_bytes);
 
 // The smallest budget with which so many rows can be stored, and a table with so many stored rows can be opened.
 size_t minimum_ram(const TableSpec& spec, uint64_t stored_rows, bool on_disk);

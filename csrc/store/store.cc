@@ -167,8 +167,10 @@ void Store::reserve(const Directory::NewRows& coming) {
                       " or more");
     }
     const size_t capacity = capacity_for(bytes);
-    // Shrinks by a little more than needed, so that a growing directory does not shrink the cache in every step.
-    if (capacity < cache_.capacity()) shrink_to(std::max(kMinFrames, capacity - capacity / 64));
+    // Shrinks by a little more than needed, so that a growing directory does not evict rows in every step. In RAM only
+    // no row is evicted, and each frame is room for one.
+    const size_t spare = log_ == nullptr ? 0 : capacity / 64;
+    if (capacity < cache_.capacity()) shrink_to(std::max(kMinFrames, capacity - spare));
   }
   directory_->reserve(coming);
 }

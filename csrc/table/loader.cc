@@ -17,8 +17,7 @@ namespace bunkbed {
 std::unique_ptr<Directory> Loader::make_directory(const MemoryPlan& plan, size_t frame_bytes) const {
   if (table_.spec.num_rows < 0) return make_hashed_directory();
   const auto num_rows = static_cast<uint64_t>(table_.spec.num_rows);
-  const bool is_all_flat = is_flat(table_.spec, plan.total_bytes, most_directory_bytes(plan, frame_bytes));
-  return is_all_flat ? make_flat_directory(num_rows) : make_bounded_directory(num_rows);
+  return is_flat(table_.spec, plan, frame_bytes) ? make_flat_directory(num_rows) : make_bounded_directory(num_rows);
 }
 
 void Loader::make_store(const MemoryPlan& plan, std::unique_ptr<Log> log) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,6 +125,26 @@ def _warning(make: object) -> str:
         make()  # type: ignore[operator]
     assert len(shown) == 1
     return str(shown[0].message)
+
+
+@pytest.mark.parametrize(
+    ("definition", "ram"),
+    [
+        ({"dim": 108, "num_rows": 276_146, "optimizer": bb.Adagrad(0.01)}, 6_641_490),
+        ({"dim": 6, "dtype": "float16", "num_rows": 13_368, "optimizer": bb.Adam()}, 283_044),
+    ],
+)
+def test_a_table_in_ram_stores_the_rows_that_its_warning_names(definition: dict[str, Any], ram: int) -> None:
+    """A directory of all rows, flat and ready, would take the room of a fifth of them."""
+    made: list[bb.Table] = []
+    text = _warning(lambda: made.append(bb.create(None, ram=ram, **definition)))
+    named = int(re.findall(r"for ([\d,]+) of", text)[0].replace(",", ""))
+    with made[0] as table:
+        ids = np.linspace(0, table.num_rows - 1, named, dtype=np.int64)
+        for start in range(0, named, 64):
+            some = ids[start : start + 64]
+            table.update(some, np.ones((len(some), table.dim), np.float32))
+        assert len(table) == named
 
 
 def test_a_budget_without_room_for_all_rows_warns_once(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ TEST(memory_plan_parts_never_exceed_the_budget_from_the_minimum_up) {
         const size_t parts = log_bytes(plan, shape.stride) + plan.compaction_bytes + plan.scratch_bytes + threads;
         require(plan.fixed_bytes == parts, "the fixed bytes are not the sum of the parts", shape, budget);
         const auto num_rows = static_cast<uint64_t>(shape.spec.num_rows);
-        const bool is_all_flat = is_flat(shape.spec, budget, most_directory_bytes(plan, shape.payload));
+        const bool is_all_flat = is_flat(shape.spec, plan, shape.payload);
         const size_t directory = shape.spec.num_rows < 0 ? hashed_directory_bytes(0)
                                  : is_all_flat           ? flat_directory_bytes(num_rows)
                                                          : bounded_directory_bytes(num_rows, 0);
@@ -268,5 +268,16 @@ TEST(memory_plan_knows_how_many_rows_a_budget_can_store) {
       }
     }
     CHECK(rows_within(shape.spec, 0, true) >= std::min(most, kMaxPosition));
+  }
+}
+
+// What create() tells a caller is what the table then stores: with a flat directory, or with one that grows with rows.
+TEST(memory_plan_in_ram_has_a_frame_for_each_row_that_it_promises) {
+  for (const Shape& shape : shapes()) {
+    for (const size_t budget : budgets(minimum_ram(shape.spec, 0, false))) {
+      const uint64_t rows = rows_within(shape.spec, budget, false);
+      require(memory_use(shape.spec, rows, budget, kAssumedReadUnit, false).frames >= rows,
+              "fewer frames than " + std::to_string(rows) + " rows", shape, budget);
+    }
   }
 }
