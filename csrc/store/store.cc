@@ -78,13 +78,11 @@ size_t Store::budget_for(size_t directory_bytes) const {
 }
 
 void Store::check_budget() const {
-  if (plan_.total_bytes == 0) return;
-  if (plan_.fixed_bytes + minimum_bytes() > plan_.total_bytes) {
-    throw Error(ErrorKind::kMemory, "table '" + name_ + "': a RAM budget of " + std::to_string(plan_.total_bytes) +
-                                        " bytes is too small for a directory of " + held_entries(*directory_) +
-                                        "; it needs ram=" + std::to_string(budget_for(directory_->bytes())) +
-                                        " at least");
-  }
+  if (plan_.total_bytes == 0 || plan_.fixed_bytes + minimum_bytes() <= plan_.total_bytes) return;
+  throw Error(ErrorKind::kMemory, "table '" + name_ + "': a RAM budget of " + std::to_string(plan_.total_bytes) +
+                                      " bytes is too small for a directory of " + held_entries(*directory_) +
+                                      "; it needs ram=" + std::to_string(budget_for(directory_->bytes())) +
+                                      " at least");
 }
 
 void Store::evict(uint32_t frame) {
@@ -167,8 +165,7 @@ void Store::reserve(const Directory::NewRows& coming) {
                       " or more");
     }
     const size_t capacity = capacity_for(bytes);
-    // Shrinks by a little more than needed, so that a growing directory does not evict rows in every step. In RAM only
-    // no row is evicted, and each frame is room for one.
+    // Shrinks by some more, so that a growing directory does not evict rows in every step; in RAM only none is evicted.
     const size_t spare = log_ == nullptr ? 0 : capacity / 64;
     if (capacity < cache_.capacity()) shrink_to(std::max(kMinFrames, capacity - spare));
   }
@@ -176,8 +173,21 @@ void Store::reserve(const Directory::NewRows& coming) {
 }
 
 void Store::shrink_to(size_t capacity) {
+  // In RAM only, a row moves to a frame that a deleted one left, because it cannot be evicted.
+  const bool moves = log_ == nullptr && cache_.resident() <= capacity;
+  if (moves) cache_.set_capacity(capacity);
   for (uint32_t frame = static_cast<uint32_t>(capacity); frame < cache_.high_water(); ++frame) {
-    if (cache_.info(frame).row >= 0) evict(frame);
+    const int64_t row = cache_.info(frame).row;
+    if (row >= 0 && !moves) evict(frame);
+    if (row < 0 || !moves) continue;
+    uint32_t to;
+    cache_.release(frame);
+    cache_.allocate(&to);
+    std::memcpy(cache_.record(to), cache_.record(frame), frame_bytes_);
+    hold_row(to, row);
+    cache_.info(to).pinned = 0;
+    cache_.set_dirty(to, true);
+    directory_->set(row, entry_of_frame(to));
   }
   cache_.set_capacity(capacity);
   cache_.trim();

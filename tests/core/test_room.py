@@ -147,6 +147,47 @@ def test_a_table_in_ram_stores_the_rows_that_its_warning_names(definition: dict[
         assert len(table) == named
 
 
+@pytest.mark.parametrize("num_rows", [None, 300_000])
+def test_a_table_in_ram_gives_the_room_of_deleted_rows_to_others(num_rows: int | None) -> None:
+    """The directory grows after the deletes, and takes frames from the rows that are left."""
+    definition = {"dim": 8, "num_rows": num_rows, "optimizer": bb.Adam(0.1)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # not all rows have room
+        tables = [bb.create(None, ram=ram, **definition) for ram in (1_000_000, None)]
+    stored = 0
+    with pytest.raises(MemoryError, match="lives in RAM only"):
+        while True:
+            for table in tables:
+                table.update(np.arange(stored, stored + 64), np.ones((64, 8), np.float32))
+            stored += 64
+    ids = np.arange(stored)
+    ids, gone = np.concatenate([ids[:50], ids[-150:]]), ids[50:-150]
+    full, others = stored, 100_000 + np.random.default_rng(0).permutation(170_000)
+    for table in tables:
+        table.delete(gone)
+    for start in range(0, full * 3 // 4, 64):
+        some = others[start : start + 64]
+        for table in tables:
+            table.update(some, np.full((64, 8), start, np.float32))
+        ids = np.concatenate([ids, some])
+    for slot in ("weight", *tables[0].slots):
+        assert np.array_equal(tables[0].get(ids, slot), tables[1].get(ids, slot))
+    assert len(tables[0]) == len(ids) > 4000
+    refused = 0
+    for row in others[len(ids) : 4 * len(ids)]:
+        try:
+            tables[0].update([row], np.ones((1, 8), np.float32))
+        except MemoryError as error:
+            assert f"full after {len(tables[0])} rows" in str(error)
+            refused += 1
+    assert refused > len(ids)
+    assert np.array_equal(tables[0].lookup(ids), tables[1].lookup(ids))
+    tables[0].delete(others[len(ids) :])
+    tables[0].delete(ids[:-100])
+    tables[0].plain_core.set_ram(600_000)
+    assert np.array_equal(tables[0].lookup(ids[-100:]), tables[1].lookup(ids[-100:]))
+
+
 def test_a_budget_without_room_for_all_rows_warns_once(tmp_path: Path) -> None:
     given = {"dim": 8, "num_rows": 50_000_000}
     needed = bb.minimum_ram(50_000_000, 8)
