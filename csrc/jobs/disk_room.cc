@@ -117,8 +117,8 @@ void DiskRoom::make_room(const int64_t* ids, size_t n) {
                   std::to_string(table_.store->unwritten_rows()) +
                   " changed rows are still to be written: no room for " + std::to_string(n) +
                   " ids within disk=" + std::to_string(disk().limit()) +
-                  "; commit() or dropping a snapshot makes some, disk=" + std::to_string(disk().needed_for(n)) +
-                  " always has it",
+                  "; fewer ids in a call need less, commit() or dropping a snapshot makes some, disk=" +
+                  std::to_string(disk().needed_for(n)) + " always has it",
               ENOSPC, table_.path);
 }
 
