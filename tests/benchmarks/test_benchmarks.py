@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from argparse import Namespace
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +23,8 @@ from benchmarks.harness import common, figures, report, suite, turns
 from benchmarks.harness.figures import Figure, Outcome, Settings
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+import bunkbed as bb
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -84,6 +87,18 @@ def test_untuned_judges_every_side_alike(tmp_path: Path) -> None:
     found = {line[11:29].strip(): line for line in done.stdout.splitlines() if line.startswith("tiny ")}
     ndcg = {side: float(line.split("ndcg@10 ")[1].split()[0]) for side, line in found.items()}
     assert 0.2 < ndcg["bunkbed train"] < ndcg["planted optimum"]
+
+
+@pytest.mark.parametrize(("train", "dim"), [("", 64), ("--recipe best", 192), ("--recipe best --dim 16", 16)])
+def test_ram_is_a_part_of_the_bytes_of_the_rows(train: str, dim: int) -> None:
+    pytest.importorskip("torch")
+    from benchmarks.cases.training import untuned
+
+    chosen = Namespace(ram=30.0, train=train)
+    *given, option, ram = untuned.training_options(chosen, 1_000, 500)
+    with bb.create(None, dim=dim, num_rows=1_500, optimizer=bb.Adam()) as table:
+        assert int(ram) == pytest.approx(0.3 * 1_500 * table.record_bytes + (1 << 20), rel=0.02)
+    assert (given, option) == (train.split(), "--ram")
 
 
 def test_attainable_is_between_chance_and_the_optimum(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,23 +55,24 @@ def main(arguments: list[str] | None = None) -> None:
     """Train for each seed, and print recall of the items without pairs."""
     names = ["ml-100k", *SHAPES]
     options = untuned.parser(__doc__, names, "ml-100k and planted")
-    options.add_argument("--train", default="", help="options of bunkbed train, such as '--loss softmax'")
+    untuned.add_training(options, "--loss softmax")
     chosen = untuned.chosen_by(options, names, arguments)
     for name in chosen.names or (["tiny"] if chosen.tiny else ["ml-100k", "planted"]):
         found: dict[str, list[float]] = {}
         for seed in range(1 if chosen.tiny else chosen.seeds):
             with tempfile.TemporaryDirectory(dir=chosen.dir) as folder:
                 sample = sample_of(name, chosen.data, Path(folder), seed)
-                for side, value in compared(Path(folder), sample, chosen.train.split(), seed):
+                for side, value in compared(Path(folder), sample, chosen, seed):
                     found.setdefault(side, []).append(value)
         for side, values in found.items():
             print(f"{name:8} {side:60} {np.mean(values):.4f} ({min(values):.4f} to {max(values):.4f})", flush=True)
 
 
-def compared(folder: Path, sample: Sample, options: Sequence[str], seed: int) -> Any:
+def compared(folder: Path, sample: Sample, chosen: Any, seed: int) -> Any:
     """Yield the name of each figure and its value."""
     pairs, rng = sample.pairs, np.random.default_rng(seed)
     items = np.unique(pairs[:, 1])
+    options = untuned.training_options(chosen, len(np.unique(pairs[:, 0])), len(items))
     cold = np.sort(rng.choice(items, int(COLD_SHARE * len(items)), replace=False))
     is_cold = np.isin(pairs[:, 1], cold)
     for name, rows in {"train": pairs[~is_cold], "test": pairs[is_cold]}.items():

@@ -39,6 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Train both ways for each seed, and print quality and time."""
     names = ["gowalla", "ml-100k", *SHAPES]
     options = untuned.parser(__doc__, names)
+    untuned.add_training(options, "--recipe fast")
     options.add_argument("--round", default="", help="options of the round, such as '--epochs 3'")
     chosen = untuned.chosen_by(options, names, arguments)
     for name in chosen.names or (["tiny"] if chosen.tiny else names):
@@ -64,7 +65,9 @@ def compared(folder: Path, name: str, chosen: Any, seed: int) -> list[float]:
     for part, rows in {"all": train, "old": train[:cut], "new": train[cut:], "held": pairs.held}.items():
         text = "".join(f"{user},{item}\n" for user, item in rows.tolist())
         (folder / f"{part}.csv").write_text("user,item\n" + text)
-    common_options = ("--test", folder / "held.csv", "--ks", "10,20", "--seed", seed)
+    sizes = [len(np.unique(train[:, column])) for column in (0, 1)]
+    chosen_options = untuned.training_options(chosen, *sizes)
+    common_options = ("--test", folder / "held.csv", "--ks", "10,20", "--seed", seed, *chosen_options)
     whole = trained(folder / "all.csv", *common_options, "--out", folder / "all")
     old = trained(folder / "old.csv", *common_options, "--out", folder / "run")
     more = trained("--resume", folder / "run", "--more", folder / "new.csv", *chosen.round.split())

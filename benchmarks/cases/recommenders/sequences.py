@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Train both models for each seed, and print quality and seconds."""
     names = ["ml-100k", *CHAINS]
     options = untuned.parser(__doc__, names, default="the first two")
-    options.add_argument("--train", default="", help="more options of bunkbed train, such as '--epochs 5'")
+    untuned.add_training(options, "--epochs 5")
     chosen = untuned.chosen_by(options, names, arguments)
     for name in chosen.names or (["tiny"] if chosen.tiny else names[:2]):
         figures: dict[str, list[tuple[dict[str, float], float]]] = {}
@@ -59,7 +59,7 @@ def sides(folder: Path, name: str, chosen: Any, seed: int) -> Iterator[tuple[str
     for model in ("mf", "sasrec"):
         own = folder / model
         own.mkdir()
-        given = argparse.Namespace(train=f"--model {model} {chosen.train}", ram=None)
+        given = argparse.Namespace(train=f"--model {model} {chosen.train}", ram=chosen.ram)
         yield model, untuned.bunkbed(own, pairs, given, seed)
     popular = np.bincount(pairs.train[:, 1]).astype(np.float64)
     yield "popular", (untuned.judged(lambda user: popular, pairs), 0.0)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
+from benchmarks.cases.training import untuned
 from benchmarks.cases.training.quality import FILES
 from benchmarks.harness import common
 from benchmarks.harness.figures import Settings
@@ -32,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     options: Any = common.parser(__doc__)
     options.add_argument("--data", type=Path, default=Settings().data, help="folder of the data sets")
     options.add_argument("--seeds", type=int, default=1)
-    options.add_argument("--train", default="", help="options of bunkbed train, such as '--epochs 5'")
+    untuned.add_training(options, "--epochs 5")
     chosen = options.parse_args(arguments)
     print(common.machine())
     chosen.dir.mkdir(parents=True, exist_ok=True)
@@ -53,16 +54,18 @@ def compare(folder: Path, chosen: Any, seed: int) -> None:
     write(folder / "new.csv", {user: train[user] for user in new})
     (folder / "users.txt").write_text("\n".join(new))
     recalls = {}
+    options = untuned.training_options(chosen, len(train), len({item for items in train.values() for item in items}))
     for side, file, asked in (
         ("trained with them", "all", "--users users.txt"),
         ("by history", "rest", "--history new.csv"),
     ):
         run = folder / file
-        bunkbed(folder, "train", folder / f"{file}.csv", *chosen.train.split(), "--seed", seed, "--out", run)
+        bunkbed(folder, "train", folder / f"{file}.csv", *options, "--seed", seed, "--out", run)
         option, source = asked.split()
         begin = time.perf_counter()
         out = folder / f"{file}.parquet"
-        bunkbed(folder, "recommend", run, option, folder / source, "-k", K, "--out", out)
+        ram = options[-2:] if chosen.ram else ()
+        bunkbed(folder, "recommend", run, option, folder / source, "-k", K, *ram, "--out", out)
         recalls[side] = recall(out, {user: held[user] for user in new})
         print(f"seed {seed}, {count} users, {side:18} Recall@{K} {recalls[side]:.4f}", end="")
         print(f"   recommend: {time.perf_counter() - begin:.1f} s")

@@ -10,8 +10,8 @@ with 4 hidden factors, and one item, drawn at random, is held out. Ranking by th
 optimum.
 
 Each training is a process of its own, timed as a whole. All sides are judged alike: every item that the user does not
-have in training is ranked. `--ram 30` gives the tables 30 % of the bytes of their records. Peers run where the package
-`implicit` is installed (``pip install implicit``).
+have in training is ranked. `--ram 30` gives the tables 30 % of the bytes of their records, and 1 MiB, which tables need
+however few rows they have. Peers run where the package `implicit` is installed (``pip install implicit``).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,8 +34,10 @@ from benchmarks.cases.training.quality import FILES
 from benchmarks.harness import common
 from benchmarks.harness.figures import Settings
 from bunkbed.train.data.interactions import read_dataset
+from bunkbed.train.settings.auto import RECIPES
 
 FACTORS = 4
+RECORD_BYTES = 12  # of a number of a row: weight and state of Adam
 K = {"gowalla": 20}
 # Not among those that are trained where none is named: it has no peer here.
 ALONE = "ml-1m"
@@ -78,6 +81,22 @@ def parser(description: str | None, names: list[str], default: str = "all") -> A
     return options
 
 
+def add_training(options: Any, example: str) -> None:
+    """Add the options of a command that trains: `--ram` and `--train`."""
+    options.add_argument("--ram", type=float, metavar="PERCENT", help="of the records' bytes, and 1 MiB; default: all")
+    options.add_argument("--train", default="", help=f"more options of bunkbed train, such as '{example}'")
+
+
+def training_options(chosen: Any, users: int, items: int) -> list[str]:
+    """Return the options of `bunkbed train` that were chosen, with `--ram` for so many users and items."""
+    given: list[str] = chosen.train.split()
+    if not chosen.ram:
+        return given
+    values = dict(pairwise(given))
+    dim = int(values.get("--dim", RECIPES[values.get("--recipe", "default")].dim))
+    return [*given, "--ram", str(int(chosen.ram / 100 * (users + items) * dim * RECORD_BYTES) + (1 << 20))]
+
+
 def chosen_by(options: Any, names: list[str], arguments: list[str] | None) -> Any:
     """Parse the arguments, print the machine and make the folder of temporary files."""
     chosen = options.parse_args(arguments)
@@ -93,8 +112,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Train every side for each seed, and print quality and seconds."""
     names = ["gowalla", "ml-100k", *SHAPES]
     options = parser(__doc__, [*names, ALONE], "all but the last one")
-    options.add_argument("--ram", type=float, metavar="PERCENT", help="of the records' bytes; default: 100")
-    options.add_argument("--train", default="", help="options of bunkbed train, such as '--recipe fast'")
+    add_training(options, "--recipe fast")
     chosen = chosen_by(options, [*names, ALONE], arguments)
     for name in chosen.names or (["tiny"] if chosen.tiny else names):
         figures: dict[str, list[tuple[dict[str, float], float]]] = {}
@@ -179,10 +197,8 @@ def bunkbed(folder: Path, pairs: Pairs, chosen: Any, seed: int) -> tuple[dict[st
         (folder / f"{name}.csv").write_text("user,item\n" + text)
     source = pairs.source or (str(folder / "train.csv"), "--test", str(folder / "held.csv"))
     command = ["train", *source, "--out", str(folder / "run"), "--seed", str(seed)]
-    command += ["--ks", "10,20", *chosen.train.split()]
-    if chosen.ram:
-        sizes = [len(np.unique(pairs.train[:, column])) for column in (0, 1)]
-        command += ["--ram", f"{int(chosen.ram / 100 * sum(sizes) * 64 * 12) + (1 << 20)}"]
+    sizes = [len(np.unique(pairs.train[:, column])) for column in (0, 1)]
+    command += ["--ks", "10,20", *training_options(chosen, *sizes)]
     begin = time.perf_counter()
     done = subprocess.run([sys.executable, "-m", "bunkbed", *command, "--json"], check=True, capture_output=True)
     took = time.perf_counter() - begin
