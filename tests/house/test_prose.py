@@ -49,5 +49,7 @@ def test_no_folder_has_many_retired_words(tree: str) -> None:
         lines[folder_of(path)] += len(path.read_text(encoding="utf-8").splitlines())
         found[folder_of(path)] += uses(path)
     assert lines, f"{tree} has no sources"
+    per_line = sum(map(len, found.values())) / lines.total()
+    print(f"{tree}: {1000 * per_line:.2f} retired words in 1,000 lines")
     too_many = [use for folder in lines if len(found[folder]) > MOST_PER_LINE * lines[folder] for use in found[folder]]
     assert not too_many, "use the words of docs/design/glossary.md instead:\n" + "\n".join(too_many)
