@@ -29,6 +29,10 @@ uint32_t Prefetcher::expect(const int64_t* ids, size_t n, uint32_t most) {
   table_.require_usable();
   table_.check_ids(ids, n);
   if (!table_.store->can_miss()) return kNoUse;
+  if (table_.store->directory().stored_rows() <= table_.store->cache().capacity()) {
+    stage_now(guard, ids, n);
+    return kNoUse;
+  }
   // The window takes the first part of a batch that is larger than the scratch. Lookups read the rest.
   const size_t count = std::min(table_.piece_ids(), n);
   table_.assign_checked(&table_.scratch.batch, ids, count);
@@ -105,11 +109,15 @@ void Prefetcher::stage_ahead() {
 
 // ---- Staging
 
-// Stages only a part of a batch that is larger than half of the cache, or than the scratch.
 void Prefetcher::stage(const int64_t* ids, size_t n) {
   auto guard = table_.lock.work();
   table_.require_usable();
   table_.check_ids(ids, n);
+  stage_now(guard, ids, n);
+}
+
+// Stages only a part of a batch that is larger than half of the cache, or than the scratch.
+void Prefetcher::stage_now(TableLock::Guard& guard, const int64_t* ids, size_t n) {
   // Otherwise a thread that stages without end would starve the calls that wait for rows.
   table_.lock.wait_until_not_waited_for(guard);
   table_.require_usable();

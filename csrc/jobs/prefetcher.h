@@ -1,7 +1,9 @@
 // Prefetching: the window of coming batches, and the reads that bring their rows into RAM before they are used.
 //
 // The protocol (docs/design/architecture.md, "Plan, then execute"; docs/design/engine.md, rule 9):
-//   1. expect() adds a batch to the window. From now on the cache evicts its rows last.
+//   1. expect() adds a batch to the window. From now on the cache evicts its rows last. Where the cache has room for
+//      every stored row, which is so after a table that fits in RAM was opened again, none is evicted: then expect()
+//      stages the batch at once, and the window stays empty and takes no memory from the cache.
 //   2. advance() ends one batch and starts the next. It stages the rows of the `depth` batches after that, nearest
 //      batch first: it takes frames under the lock and queues the reads. Staging evicts no row that the staged batch,
 //      or an earlier one, wants. When no frame is left, staging stops and goes on at the next advance().
@@ -48,6 +50,7 @@ class Prefetcher {
 
  private:
   // These require the lock, too.
+  void stage_now(TableLock::Guard& guard, const int64_t* ids, size_t n) REQUIRES(table_.lock);
   void stage_ahead() REQUIRES(table_.lock);
   template <typename AnyLoading>
   bool wait_while(TableLock::Guard& guard, const AnyLoading& any_loading) REQUIRES(table_.lock);

@@ -41,7 +41,7 @@ class Window:
     >>> window.push([1, 2])
     >>> window.push([2, 3])
     >>> window.advance()  # the batch [1, 2] begins
-    >>> window.is_full, window.plans  # all rows are in RAM: there is nothing to plan
+    >>> window.is_full, window.plans  # all rows have room in RAM: there is nothing to plan
     (False, False)
     """
 
@@ -60,7 +60,7 @@ class Window:
 
     @property
     def plans(self) -> bool:
-        """True if the core planned the last entered batch; False where every row is in RAM."""
+        """True if the core planned the last entered batch; False where RAM has room for every stored row."""
         return self._plans
 
     @property

@@ -227,9 +227,10 @@ using namespace test;
 
 constexpr int64_t kStored = 2000;
 
-// A table whose rows are all in the log, and none in RAM. Each has the value 1.
+// A table whose rows are all in the log, and none in RAM. Each has the value 1. Its cache has room for half of the
+// rows.
 struct OnDisk {
-  explicit OnDisk(size_t more_ram = 200u << 10) {
+  explicit OnDisk(size_t more_ram = 100u << 10) {
     const TableSpec spec = spec_of(kStored);
     const OpenOptions options = Parts::with_ram(minimum_ram(spec, kStored, true) + more_ram);
     table = new_parts(vfs, sandbox / "t", spec, options);
@@ -278,12 +279,26 @@ TEST(prefetcher_plans_nothing_where_every_row_is_in_ram) {
   in_ram.prefetcher.stage(ids.data(), ids.size());
   in_ram.prefetcher.advance(kNoUse, kNoUse, 2);
   CHECK_EQ(in_ram.state.counts.staged_rows, uint64_t{0});
-  OnDisk rows(8u << 20);
-  CHECK(rows.expect(ids) != kNoUse);
-  std::vector<float> values(kStored * 16);
-  const std::vector<int64_t> all = range(0, kStored);
-  rows.table->reader.lookup(all.data(), all.size(), true, values.data());
-  CHECK_EQ(rows.expect(ids), kNoUse);
+}
+
+// A table that fits in RAM and was opened again: its rows are read once, and the window takes no room from them.
+TEST(prefetcher_stages_at_once_where_all_rows_have_room) {
+  for (const bool has_room : {false, true}) {
+    OnDisk rows(has_room ? 8u << 20 : 100u << 10);
+    const Store& store = *rows.table->state.store;
+    const std::vector<int64_t> ids = range(0, 50);
+    const size_t frames = rows.table->state.store->cache().capacity();
+    CHECK_EQ(frames >= kStored, has_room);
+    rows.vfs.hold(Op::kRead);
+    CHECK_EQ(rows.expect(ids) == kNoUse, has_room);
+    CHECK_EQ(rows.num_loading(ids), has_room ? size_t{50} : size_t{0});
+    CHECK_EQ(store.window().is_empty(), has_room);
+    CHECK_EQ(rows.table->state.store->cache().capacity() == frames, has_room);
+    rows.vfs.release();
+    rows.settle();
+    CHECK_EQ(rows.num_resident(ids), has_room ? size_t{50} : size_t{0});
+    CHECK_EQ(rows.table->value(49), 1.0f);
+  }
 }
 
 TEST(prefetcher_refuses_bad_ids_and_a_closed_table) {

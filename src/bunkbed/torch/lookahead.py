@@ -38,10 +38,10 @@ class lookahead:  # in lower case, as it is used like a function
     The caller's thread pulls the batches; a device cache adds one thread, which ends with the loop. If the loader or
     `ids` uses a random generator that the model also uses, they draw from it earlier than without `lookahead`.
 
-    An error of the loader, or of an id, is raised in the place of its batch. A table whose rows are all in RAM needs
-    no plan: then one batch is pulled ahead. If a window does not fit its table's budget, the batches wait; nothing
-    fails. While the model is in evaluation mode, nothing is planned. Leaving the loop early forgets the batches that
-    were pulled ahead. ``table.stats()["stall_s"]`` is the time that lookups and updates waited for reads.
+    An error of the loader, or of an id, is raised in the place of its batch. A table whose rows all have room in
+    RAM needs no plan: then one batch is pulled ahead. If a window does not fit its table's budget, the batches wait;
+    nothing fails. While the model is in evaluation mode, nothing is planned. Leaving the loop early forgets the batches
+    that were pulled ahead. ``table.stats()["stall_s"]`` is the time that lookups and updates waited for reads.
 
     Args:
         loader: any iterable of batches; ``len()`` works if the loader has a length.
