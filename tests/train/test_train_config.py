@@ -166,7 +166,9 @@ def test_what_is_given_stays() -> None:
         ({"loss": "bce"}, 5_000, 100, {"l2": 0.004}),
         ({"loss": "bce", "model": "gmf"}, 800_000, 40_000, {"l2": 0.01}),  # its weight lengthens the rows
         ({"loss": "bpr", "negatives": 8}, 800_000, 40_000, {"l2": 0.01}),
-        ({"model": "neumf"}, 800_000, 40_000, {"share_negatives": False, "negatives": 8, "batch_size": 4096}),
+        ({"model": "neumf"}, 800_000, 40_000, {"share_negatives": False, "negatives": 8, "batch_size": None}),
+        ({"model": "neumf"}, 200_000, 40_000, {"batch_size": 2048}),
+        ({"model": "neumf", "batch_size": 4096}, 800_000, 40_000, {"batch_size": 4096}),
         ({"negatives": 4}, 800_000, 40_000, {"share_negatives": False, "hardness": 0.0}),
         ({"negatives": 32}, 800_000, 40_000, {"share_negatives": True, "hardness": 3.0}),
         ({"negatives": 4, "share_negatives": True}, 800_000, 40_000, {"lr": 0.005}),

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 def say_decisions(console: Console, values: Json, reasons: dict[str, str]) -> None:
     """Print options that were decided, each with its reason."""
-    listed = ", ".join(f"{name.replace('_', '-')} {values[name]} [dim]({why})[/]" for name, why in reasons.items())
+    shown = {name: "by the order" if values[name] is None else values[name] for name in reasons}
+    listed = ", ".join(f"{name.replace('_', '-')} {shown[name]} [dim]({why})[/]" for name, why in reasons.items())
     if reasons:
         console.print(f"[b]auto[/b]    {listed}", soft_wrap=True, highlight=False)
 

@@ -14,7 +14,8 @@ measured. What they reach, without options, is printed by ``python -m benchmarks
 - `ccl` has more negatives: one counts only where its cosine is above the margin. The penalty is 0, as
   cosines do not depend on the lengths of rows.
 - `sasrec`: more epochs at a lower rate, without a penalty; its predictions always share their negatives.
-- Other losses and `neumf`: each pair has a few negatives of its own. The penalty of `mf` under `bce` is small: its
+- Other losses and `neumf`: each pair has a few negatives of its own, and a step of many pairs has the size that the
+  order gives it: with blocks, as many pairs name each row twice as often. The penalty of `mf` under `bce` is small: its
   scores are log-odds, which need long rows, while `gmf` and `neumf` have a weight that lengthens them.
 - The learning rate falls by the same factor after each epoch, to about a tenth in the last one. Training stops earlier
   after evaluations without a better metric.
@@ -163,9 +164,11 @@ def decide(
     patience, stops = rules.patience, f"recipe {recipe}"
     if "epochs" in given or asked.valid == "none":
         patience, stops = 0, "epochs are given" if "epochs" in given else "nothing is held out"
-    found: dict[str, tuple[int | float, str]] = {
+    steps = (batch, f"{-(-pairs // batch):,} steps an epoch")
+    by_order = (None, "4,096 pairs, or 2,048 by blocks")
+    found: dict[str, tuple[int | float | None, str]] = {
         "dim": (rules.dim, f"recipe {recipe}"),
-        "batch_size": (batch, f"{-(-pairs // batch):,} steps an epoch"),
+        "batch_size": by_order if batch == _OWN_BATCH else steps,
         "share_negatives": (shared, "hundreds cost as much as a few own ones" if shared else "each pair has its own"),
         "negatives": (negatives, "a quarter of the items" if shared and negatives == room else source),
         "hardness": (3.0, "most of many negatives are easy")
