@@ -297,8 +297,11 @@ class RunFiles:
                 continue  # damaged, or just collected; an older manifest has the same places unless directories moved
         return RunManifest()
 
-    def lock(self) -> int:
+    def lock(self, mark: str = "") -> int:
         """Take the writer's lock, until `unlock`.
+
+        Args:
+            mark: what `mark` returns meanwhile, to processes that see this directory.
 
         Raises:
             TableLockedError: another process has the lock; names the process. FormatError: the lock file or a folder
@@ -313,11 +316,13 @@ class RunFiles:
             # The process id is only for the message of another process, so a full disk is not an error here.
             with contextlib.suppress(OSError):
                 os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+                os.pwrite(descriptor, f"{os.getpid()}\n{mark}".encode(), 0)
+                if mark:
+                    os.fsync(descriptor)  # for other hosts on a shared disk
             self._is_locked = True
             return descriptor
         except BlockingIOError:
-            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+            holder = os.pread(descriptor, 32, 0).decode(errors="replace").partition("\n")[0]
             os.close(descriptor)
             raise TableLockedError(
                 f"{self.label} is being written by process {holder or 'unknown'}; close it there, "
@@ -326,6 +331,13 @@ class RunFiles:
         except BaseException:
             os.close(descriptor)
             raise
+
+    def mark(self) -> str:
+        """Return the mark that the writer gave to `lock`; empty if the directory has no lock."""
+        try:
+            return (self.directory / "lock").read_text(errors="replace").partition("\n")[2]
+        except FileNotFoundError:
+            return ""
 
     def unlock(self, descriptor: int) -> None:
         """Release the lock."""

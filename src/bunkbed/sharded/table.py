@@ -21,7 +21,7 @@ from bunkbed.core.arguments import Floats, Ids, as_ids
 from bunkbed.core.budget import Budget, format_bytes, parse_bytes
 from bunkbed.core.typed import typed
 from bunkbed.core.types import Json
-from bunkbed.errors import CorruptionError, FormatError
+from bunkbed.errors import BunkbedError, CorruptionError, FormatError
 from bunkbed.files.run_files import RunFiles, RunManifest
 from bunkbed.files.sharding import MAX_SHARDS, Sharding, shard_name, shards_of
 from bunkbed.machine.rates import Machine, remembered
@@ -214,7 +214,11 @@ class ShardedTable(Table):
             wanted.pop("directories", None)
             present = opening.open_writer(place) if writable else None
             if present is not None:
-                assert isinstance(present, cls)
+                if not isinstance(present, cls):
+                    raise BunkbedError(
+                        f"{place} is open in this process as a table that several processes train; use the `table` of "
+                        'its layer, or open it with mode="r"'
+                    )
                 opening.open_again(present, {**wanted, "disk": disk}, optimizer)
                 return present
             for attempt in range(_ATTEMPTS):

@@ -211,17 +211,23 @@ class FileEpochs:
         return None
 
     def _outcome(self, pins: _Pins | None) -> Json:
-        manifest = self._files.manifest
-        state = State(manifest.epoch, manifest.meta, self._files.folder.snapshots())
+        folder, manifest = self._files.folder, self._files.manifest
+        state = State(manifest.epoch, manifest.meta, folder.snapshots())
         tables = manifest.tables
         named = None if pins is None else {name: [sorted(one.get(name, ())) for one in pins] for name in tables}
-        return {"state": asdict(state), "pins": named, "manifest": encode(manifest).decode()}
+        return {
+            "state": asdict(state),
+            "pins": named,
+            "manifest": encode(manifest).decode(),
+            "remaining": folder.epochs(),
+        }
 
     def accept(self, outcome: Json) -> None:
         """See `Epochs`."""
         files = self._files
         self.state = State(**outcome["state"])
         files.manifest = decode(outcome["manifest"].encode(), files.folder.manifest_path(self.state.epoch))
+        files.copy_commits({str(self.state.epoch): outcome["manifest"]}, outcome["remaining"])
         for name in files.manifest.sharded:
             files.shardings.pop(name, None)
 

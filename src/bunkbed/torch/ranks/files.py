@@ -4,6 +4,10 @@ The directory is that of an ordinary `bunkbed.ShardedTable`, which `bunkbed.open
 `bunkbed.Run` with sharded tables. Shard s of S belongs to rank s * W // S, which opens it as a table of its own. Rank 0
 has the lock of the directory, and publishes manifests.
 
+Hosts need not share a disk. Where a rank does not see the directory that rank 0 has, the directory of the same path on
+its own host has the shards of that host's ranks. The first rank there has its lock, and keeps copies of rank 0's
+manifests in it: a commit is one once it is on the disk of rank 0, and the copies follow.
+
 Opening has steps that all ranks make together. An error on one rank is raised on all, and what was opened or made is
 closed or removed again.
 """
@@ -11,14 +15,16 @@ closed or removed again.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shlex
 import shutil
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from bunkbed import _native
@@ -26,7 +32,7 @@ from bunkbed.core.budget import Budget, parse_bytes
 from bunkbed.core.optim import Adam, Optimizer
 from bunkbed.core.types import Json
 from bunkbed.errors import CorruptionError, FormatError
-from bunkbed.files.run_files import RunFiles, RunManifest
+from bunkbed.files.run_files import RunFiles, RunManifest, decode
 from bunkbed.files.sharding import MAX_SHARDS, Sharding, shard_name
 from bunkbed.run.leftovers import forget_marks, mark_new, remove_leftover
 from bunkbed.sharded.base.shards import Shards, of_each
@@ -35,6 +41,8 @@ from bunkbed.table.definition import Definition
 from bunkbed.table.table import Table
 from bunkbed.torch.ranks.group import Ranks
 from bunkbed.torch.ranks.plan import shards_of_rank
+
+log = logging.getLogger("bunkbed.torch")
 
 _OPENING = "opening a table"
 #: The part of a `Budget` of one host that this process may use, by the budget.
@@ -91,6 +99,9 @@ class RankFiles:
         self.manifest = RunManifest()
         self._ranks = ranks
         self._lock: int | None = None
+        self._disks = 1
+        self._is_apart = False  # whether this rank is on another disk than rank 0
+        self._is_copy = False  # whether this rank keeps the copies of rank 0's manifests on its disk
         self._made: list[Path] = []
 
     # ---- A directory of one table
@@ -124,7 +135,7 @@ class RankFiles:
         """
         files = cls(place, ranks, "sharded table")
         try:
-            files.enter(lambda: files._require_table(shards))
+            files.enter(lambda: files._require_table(shards), one_disk=False)
             sharding = files.manifest.sharding
             count = (shards or ranks.world) if sharding is None else len(sharding.shards)
             budget = budget_of_rank(ram, ranks)
@@ -137,8 +148,11 @@ class RankFiles:
                 opening.Wanted.of("w", ram=budget, create=limit or None, optimizer=optimizer),
             )
             made = files._open_shards("", how)
-            ranks.gather(_OPENING, lambda: files._publish_first(made) if sharding is None else None)
             if sharding is None:
+                if files._is_apart:  # rank 0 may have published the manifest and fail then: `undo` could not see that
+                    files._made.clear()
+                first = ranks.gather(_OPENING, lambda: files._publish_first(made))[0]
+                ranks.gather(_OPENING, lambda: files.copy_commits(first, map(int, first)))
                 files.manifest = files.folder.load_newest()
         except BaseException:
             files.undo()
@@ -174,14 +188,15 @@ class RankFiles:
                 f"{shlex.quote(str(place))} --shards {world if shards is None else shards}{other}"
             )
 
-    def _publish_first(self, made: Sharding) -> None:
-        """On rank 0: publish the first manifest; from here on the table can be opened."""
+    def _publish_first(self, made: Sharding) -> dict[str, str]:
+        """On rank 0: publish the first manifest, and return its text; from here on the table can be opened."""
         if not self._ranks.is_first:
-            return
+            return {}
         uuids = dict(zip(made.names(), made.shards, strict=True))
         mark_new(self.folder, uuids)
         self.folder.publish(RunManifest(tables=dict.fromkeys(uuids, 0), sharding=made))
         forget_marks(self.folder, set(uuids))
+        return self._commits()
 
     # ---- A directory of a run
 
@@ -240,38 +255,105 @@ class RankFiles:
 
     # ---- Opening
 
-    def enter(self, check: Callable[[], None]) -> None:
-        """Take the lock of the directory and read its last commit. Collective; on rank 0 `check` may raise."""
+    def enter(self, check: Callable[[], None], *, one_disk: bool) -> None:
+        """Take the lock of the directory and read its last commit. Collective; on rank 0 `check` may raise.
+
+        Args:
+            check: raises where rank 0 must not open the directory.
+            one_disk: whether all ranks must see the directory of rank 0.
+        """
         # Rank 0 alone, so that it has the lock before another rank reads or makes anything.
         first = self._ranks.gather(_OPENING, lambda: self._enter_first(check) if self._ranks.is_first else None)[0]
+        waiting = self._without(first["mark"], range(self._ranks.world))
+        self._is_apart = self._ranks.rank in waiting
+        while waiting:  # for a rank on their own disk to take its lock
+            keeper = waiting[0]
+            self._disks += 1
+            said = self._ranks.gather(_OPENING, partial(self._enter_other, first, one_disk, keeper))
+            waiting = self._without(said[keeper], waiting)
+        self._ranks.gather(_OPENING, lambda: self.copy_commits(first["commits"], map(int, first["commits"])))
         self._ranks.gather(_OPENING, lambda: self._enter(first))
+
+    def _without(self, mark: str, ranks: Sequence[int]) -> list[int]:
+        """Return the ranks that do not see the lock with this mark in the directory. Collective."""
+        sees = self._ranks.gather(_OPENING, lambda: self.folder.mark() == mark)
+        return [rank for rank in ranks if not sees[rank]]
 
     def _enter_first(self, check: Callable[[], None]) -> Json:
         is_new = not self.folder.epochs()
         if is_new:
             check()
-            _native.make_directories(str(self.folder.files))
-            _native.make_directories(str(self.place / "tables"))
-        self._lock = self.folder.lock()
+            self._make_directories()
+        mark = uuid.uuid4().hex
+        self._lock = self.folder.lock(mark)
         self.manifest = self.folder.load_newest()
         if is_new:
-            return {"epoch": None, "named": {}, "kept": {}}
+            return {"mark": mark, "epoch": None, "named": {}, "kept": {}, "commits": {}}
         check()
         named, kept = self.folder.collect()
         forget_marks(self.folder, set(self.manifest.tables))
         return {
+            "mark": mark,
             "epoch": self.manifest.epoch,
             "named": {name: sorted(epochs) for name, epochs in named.items()},
             "kept": {name: sorted(epochs) for name, epochs in kept.items()},
+            "commits": self._commits(),
         }
 
-    def _enter(self, first: Json) -> None:
-        place = self.place
-        if not (place / "lock").exists():
+    def _make_directories(self) -> None:
+        _native.make_directories(str(self.folder.files))
+        _native.make_directories(str(self.place / "tables"))
+
+    def _commits(self) -> dict[str, str]:
+        """Return the text of each manifest, by epoch."""
+        paths = {epoch: self.folder.manifest_path(epoch) for epoch in self.folder.epochs()}
+        return {str(epoch): _native.read_file(str(path)).decode() for epoch, path in paths.items()}
+
+    def _enter_other(self, first: Json, one_disk: bool, keeper: int) -> str:
+        """On rank `keeper`: take the lock of the directory on another disk than rank 0's; return its mark."""
+        rank, place, is_new = self._ranks.rank, self.place, first["epoch"] is None
+        if rank != keeper:
+            return ""
+        if one_disk or not (is_new or place.is_dir()):
             raise FileNotFoundError(
-                f"rank {self._ranks.rank} does not see the directory that rank 0 has at {place}; the ranks must share "
-                "it (hosts without a shared disk cannot train one table yet)"
+                f"rank {rank} does not see the directory that rank 0 has at {place}"
+                + ("; the ranks of a run must share it" if one_disk else ", and its host has no directory there")
             )
+        if is_new and opening.is_table(place):
+            raise FormatError(f"rank {rank}: {place} on its host is a table of one process; move it away")
+        own = self._commits()
+        wrong = [epoch for epoch, text in own.items() if first["commits"].get(epoch, text) != text]
+        wrong += [epoch for epoch in own if is_new or int(epoch) > first["epoch"]]
+        if wrong:
+            raise FormatError(
+                f"rank {rank}: {place} on its host has commit {wrong[0]}, which the directory of rank 0 does not have "
+                f"({'it has none' if is_new else 'its newest is ' + str(first['epoch'])}); start the hosts in the "
+                "order of the last time (torchrun --node-rank), or put back the folders of one time on all hosts"
+            )
+        if is_new:
+            self._make_directories()
+        mark = uuid.uuid4().hex
+        self._lock = self.folder.lock(mark)
+        self._is_copy = True
+        log.warning(
+            "bunkbed: rank %d has another disk than rank 0: %s on its host has the shards of the ranks there",
+            rank,
+            place,
+        )
+        return mark
+
+    def copy_commits(self, commits: Mapping[str, str], remaining: Iterable[int]) -> None:
+        """Where this rank keeps copies of rank 0's manifests: add these texts, remove all but the remaining ones."""
+        if not self._is_copy:
+            return
+        present = set(self.folder.epochs())
+        for epoch, text in commits.items():
+            if int(epoch) not in present:
+                self.folder.publish(decode(text.encode(), self.folder.manifest_path(int(epoch))))
+        for old in present - set(remaining):
+            _native.remove_file(str(self.folder.manifest_path(old)))
+
+    def _enter(self, first: Json) -> None:
         if first["epoch"] is not None:
             self.manifest = self.folder.load(first["epoch"])
         self.pins = {
@@ -302,9 +384,13 @@ class RankFiles:
                 opened = opening.create(path, _run=self, _name=label, _warns=False, **how.new)
                 self.pins[name] = {opened.epoch}, set()
             else:
-                path = self.folder.own_table(name)
+                path = self.folder.table_path(name)
                 if not opening.is_table(path):
-                    raise FileNotFoundError(f"{self.folder.label}: {path} has no table; put the files of {name} back")
+                    other = "" if self._disks == 1 else ", or start the hosts in the order of the last time"
+                    raise FileNotFoundError(
+                        f"{self.folder.label}: {path} has no table; put the files of {name} back{other}"
+                    )
+                path = self.folder.own_table(name)
                 epoch = self.manifest.tables[name]
                 opened = opening.open_table(path, how.stored, run=self, epoch=epoch, name=label)
             self.shards[name] = opened

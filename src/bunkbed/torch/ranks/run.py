@@ -50,7 +50,7 @@ class RankRun(Run):
         files = RankFiles(self.path, self.ranks, "run")
         self._rank_files = files
         try:
-            files.enter(self._require_ours)
+            files.enter(self._require_ours, one_disk=True)
         except BaseException:
             files.undo()
             raise

@@ -1,0 +1,335 @@
+"""Ranks on hosts without a shared disk: each host has another directory at the path of the table."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+import bunkbed as bb
+import bunkbed.torch as bt
+from bunkbed import _native
+from bunkbed.files.run_files import RunFiles
+from bunkbed.torch.ranks.table import DistributedTable
+from rank_processes import message_of, spawn, use_own_disk, why_no_own_disks
+
+pytestmark = pytest.mark.skipif(bool(why_no_own_disks()), reason=f"no folder can be mounted: {why_no_own_disks()}")
+
+ROWS, DIM, STEPS = 500, 8, 4
+EVERY = np.arange(ROWS)
+#: Failpoints of a commit, in its order: of the shards of a rank, and of a manifest or its copy.
+POINTS = ("commit.begin", "commit.flushed", "commit.sealed", "manifest.linked", "commit.published", "run.published")
+
+
+class Disks:
+    """The disks of some hosts, and the host of each rank."""
+
+    def __init__(self, root: Path, hosts: list[int]) -> None:
+        self.root, self.hosts = root, hosts
+        self.rows = root / "mounted" / "rows"
+        for folder in (*map(self.disk, hosts), self.rows.parent):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def disk(self, host: int) -> Path:
+        return self.root / f"disk-{host}"
+
+    def spawn(self, worker: Callable[..., Any], *arguments: Any, dying: int | None = None) -> list[Any]:
+        return spawn(len(self.hosts), _with_own_disk, self, worker, *arguments, dying=dying)
+
+    def shards(self, host: int) -> list[str]:
+        return sorted(path.name for path in (self.disk(host) / "rows" / "tables").iterdir())
+
+    def manifests(self, host: int) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in (self.disk(host) / "rows").glob("run-*")}
+
+    def merge(self) -> Path:
+        """Put the shards of all hosts into a copy of the directory of rank 0's, as a user would to read the table."""
+        whole = self.root / "whole"
+        shutil.rmtree(whole, ignore_errors=True)
+        shutil.copytree(self.disk(self.hosts[0]) / "rows", whole)
+        for host in set(self.hosts) - {self.hosts[0]}:
+            shutil.copytree(self.disk(host) / "rows" / "tables", whole / "tables", dirs_exist_ok=True)
+        assert not bb.check(whole)
+        return whole
+
+
+def _with_own_disk(rank: int, disks: Disks, worker: Callable[..., Any], *arguments: Any) -> Any:
+    use_own_disk(disks.disk(disks.hosts[rank]), disks.rows.parent)
+    return worker(rank, disks, *arguments)
+
+
+def _open(disks: Disks, **more: Any) -> DistributedTable:
+    layer = bt.Embedding(ROWS, DIM, path=disks.rows, ram="64MiB", optimizer=bb.Adam(lr=0.1), seed=3, **more)
+    assert isinstance(layer.table, DistributedTable)
+    return layer.table
+
+
+def _batch(step: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng([step, rank])
+    return rng.integers(0, ROWS, 200), rng.standard_normal((200, DIM)).astype(np.float32)
+
+
+def _train(table: DistributedTable, steps: int = 1) -> np.ndarray:
+    for _ in range(steps):
+        table.update(*_batch(table.step, dist.get_rank()))
+    return table.get(EVERY).copy()
+
+
+def _alone(world: int, steps: int) -> np.ndarray:
+    table = bb.create(None, dim=DIM, num_rows=ROWS, optimizer=bb.Adam(lr=0.1), init=bb.Normal(std=1.0), seed=3)
+    for step in range(steps):
+        parts = [_batch(step, rank) for rank in range(world)]
+        table.update(np.concatenate([ids for ids, _ in parts]), np.concatenate([grads for _, grads in parts]))
+    return table.get(EVERY)
+
+
+def _trains(rank: int, disks: Disks, more: dict[str, Any]) -> int:
+    table = _open(disks, **more)
+    _train(table, STEPS)
+    table.commit()
+    dist.barrier()
+    table.close()
+    return table.step
+
+
+@pytest.mark.parametrize(
+    ("hosts", "more", "shards"),
+    [
+        ([0, 1], {}, [["shard-0000"], ["shard-0001"]]),
+        ([0, 1, 1, 2], {}, [["shard-0000"], ["shard-0001", "shard-0002"], ["shard-0003"]]),
+        ([0, 1, 0, 1], {}, [["shard-0000", "shard-0002"], ["shard-0001", "shard-0003"]]),
+        ([0, 1], {"shards": 3}, [["shard-0000", "shard-0001"], ["shard-0002"]]),
+    ],
+)
+def test_rows_have_the_bits_of_one_process(
+    hosts: list[int], more: dict[str, Any], shards: list[list[str]], tmp_path: Path
+) -> None:
+    disks = Disks(tmp_path, hosts)
+    for turn in (1, 2):
+        assert disks.spawn(_trains, more) == [turn * STEPS] * len(hosts)
+        assert [disks.shards(host) for host in range(len(shards))] == shards
+        assert all(disks.manifests(host) == disks.manifests(0) for host in range(len(shards)))
+        with bb.open(disks.merge(), mode="r") as table:
+            assert table.step == turn * STEPS
+            assert (table.get(EVERY) == _alone(len(hosts), turn * STEPS)).all()
+    assert not list(disks.rows.parent.iterdir())  # each was seen through its own mount alone
+
+
+def _keeps(rank: int, disks: Disks) -> list[Any]:
+    table, facts = _open(disks), []
+
+    def say() -> None:
+        dist.barrier()
+        facts.append((table.epoch, table.snapshots(), sorted(path.name for path in disks.rows.glob("run-*"))))
+        dist.barrier()
+
+    first = _train(table)
+    table.commit(keep="one")
+    say()
+    for _ in range(3):
+        _train(table)
+        table.commit()
+    say()
+    table.rewind("one")
+    assert (table.get(EVERY) == first).all() and table.step == 1
+    say()
+    if rank == 1:
+        table.drop("one")
+    say()
+    table.close()
+    return facts
+
+
+def test_kept_commits_are_on_every_disk(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, [0, 1])
+    first, other = disks.spawn(_keeps)
+    assert first == other
+    assert [set(snapshots) for _, snapshots, _ in first] == [{"one"}, {"one"}, {"one"}, set()]
+    assert [len(names) for _, _, names in first] == [2, 3, 3, 2]
+    assert disks.manifests(0) == disks.manifests(1)
+    disks.merge()
+
+
+def _loads(rank: int, disks: Disks) -> bool:
+    layer = bt.Embedding(ROWS, DIM, path=disks.rows, ram="64MiB", optimizer=bb.Adam(lr=0.1), seed=3)
+    assert isinstance(layer.table, DistributedTable)
+    before = _train(layer.table)
+    state = layer.state_dict()
+    _train(layer.table, STEPS)
+    layer.load_state_dict(state)
+    same = bool((layer.table.get(EVERY) == before).all())
+    layer.table.close()
+    return same
+
+
+def test_a_checkpoint_goes_back_on_every_disk(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, [0, 1])
+    assert disks.spawn(_loads) == [True, True]
+    with bb.open(disks.merge(), mode="r") as table:
+        assert table.step == 1
+
+
+def _dies(rank: int, disks: Disks, dying: int, point: str) -> dict[str, Any]:
+    table = _open(disks)
+    found: dict[str, Any] = {"before": _train(table)}
+    table.commit()
+    found["after"] = _train(table)
+    if rank == dying:
+        _native.arm_failpoint(point, 1, "die")
+    dist.barrier()
+    return {**found, "message": message_of(table.commit)}
+
+
+def _goes_on(rank: int, disks: Disks) -> int:
+    table = _open(disks)
+    _train(table)
+    table.commit()
+    table.close()
+    return table.step
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_rank_is_killed_in_a_commit(dying: int, point: str, tmp_path: Path) -> None:
+    disks = Disks(tmp_path, [0, 1])
+    survivor = next(one for one in disks.spawn(_dies, dying, point, dying=dying) if one is not None)
+    with bb.open(disks.merge(), mode="r") as table:
+        is_new = table.step == 2
+        assert (table.get(EVERY) == survivor["after" if is_new else "before"]).all()
+        assert is_new or (table.step == 1 and survivor["message"] != "no error")
+    assert is_new or point != "run.published"
+    assert disks.spawn(_goes_on) == [2 + is_new] * 2
+    assert disks.manifests(0) == disks.manifests(1)
+    disks.merge()
+
+
+def _is_made(rank: int, disks: Disks, dying: int, point: str) -> str:
+    if rank == dying:
+        _native.arm_failpoint(point, 1, "die")
+    return message_of(lambda: _open(disks))
+
+
+@pytest.mark.parametrize(("dying", "point"), [(0, "run.published"), (1, "run.published"), (1, "manifest.linked")])
+def test_a_rank_is_killed_while_the_table_is_made(dying: int, point: str, tmp_path: Path) -> None:
+    disks = Disks(tmp_path, [0, 1])
+    disks.spawn(_is_made, dying, point, dying=dying)
+    assert disks.spawn(_goes_on) == [1, 1]
+    with bb.open(disks.merge(), mode="r") as table:
+        assert (table.get(EVERY) == _alone(2, 1)).all()
+
+
+def _opens(rank: int, disks: Disks) -> str:
+    return message_of(lambda: _open(disks))
+
+
+def _files(disks: Disks) -> dict[Path, bytes]:
+    """Every file but locks, which name the process that has them."""
+    every = (path for host in set(disks.hosts) for path in disks.disk(host).rglob("*"))
+    return {path: path.read_bytes() for path in every if path.is_file() and path.name != "lock"}
+
+
+def _refused(disks: Disks) -> list[str]:
+    before = _files(disks)
+    messages: list[str] = disks.spawn(_opens)
+    assert _files(disks) == before
+    return messages
+
+
+def test_hosts_in_another_order_are_refused(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, [0, 1])
+    disks.spawn(_goes_on)
+    for message in _refused(Disks(tmp_path, [1, 0])):
+        assert "has no table; put the files of shard-000" in message
+        assert "or start the hosts in the order of the last time" in message
+    shutil.rmtree(disks.disk(1) / "rows")
+    for message in _refused(disks):
+        assert "rank 1 does not see the directory that rank 0 has" in message and "has no directory there" in message
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_an_older_folder_is_refused(lost: int, tmp_path: Path) -> None:
+    disks = Disks(tmp_path, [0, 1])
+    disks.spawn(_goes_on)
+    shutil.copytree(disks.disk(lost), tmp_path / "older")
+    for _ in range(3):
+        disks.spawn(_goes_on)
+    shutil.rmtree(disks.disk(lost))
+    shutil.copytree(tmp_path / "older", disks.disk(lost))
+    expected = "which the directory of rank 0 does not have" if lost == 0 else "shard-0001"
+    for message in disks.spawn(_opens):
+        assert expected in message
+
+
+def test_a_folder_of_another_table_is_refused(tmp_path: Path) -> None:
+    disks, others = (Disks(tmp_path / name, [0, 1]) for name in ("one", "other"))
+    for each in (disks, others):
+        each.spawn(_goes_on)
+    shutil.rmtree(disks.disk(1))
+    shutil.copytree(others.disk(1), disks.disk(1))
+    for message in _refused(disks):
+        assert "which the directory of rank 0 does not have (its newest is 1)" in message
+
+
+def test_a_new_table_of_rank_0_does_not_replace_shards(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, [0, 1])
+    disks.spawn(_goes_on)
+    shutil.rmtree(disks.disk(0) / "rows")
+    for message in disks.spawn(_opens):
+        assert "which the directory of rank 0 does not have (it has none)" in message
+    assert disks.shards(1) == ["shard-0001"]
+
+
+def _opens_run(rank: int, disks: Disks) -> str:
+    return message_of(lambda: bt.open_run(disks.rows))
+
+
+def test_a_table_of_one_process_stays(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, [0, 1])
+    bb.create(disks.disk(1) / "rows", dim=DIM, num_rows=ROWS, optimizer=bb.Adam()).close()
+    for message in _refused(disks):
+        assert "on its host is a table of one process" in message
+
+
+def test_a_run_needs_one_disk(tmp_path: Path) -> None:
+    for message in Disks(tmp_path, [0, 1]).spawn(_opens_run):
+        assert "the ranks of a run must share it" in message
+
+
+def _locks(rank: int, disks: Disks) -> str:
+    """Open the table while rank 1's host has a job of its own on that directory."""
+    locked = RunFiles(disks.rows).lock("another job") if rank == 1 else None
+    dist.barrier()
+    found = message_of(lambda: _open(disks))
+    if locked is not None:
+        RunFiles(disks.rows).unlock(locked)
+    dist.barrier()
+    _open(disks).close()
+    return found
+
+
+def test_the_directory_of_every_host_is_locked(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, [0, 1])
+    disks.spawn(_goes_on)
+    for message in disks.spawn(_locks):
+        assert "is being written by process" in message
+
+
+def _opens_again(rank: int, disks: Disks) -> list[str]:
+    table = _open(disks)
+    found = [message_of(lambda: bb.open(disks.rows, mode="w")), message_of(lambda: bb.open(disks.rows, mode="r"))]
+    dist.barrier()
+    table.close()
+    return found
+
+
+def test_a_table_of_ranks_is_not_opened_beside_them(tmp_path: Path) -> None:
+    for message, _ in Disks(tmp_path, [0, 0]).spawn(_opens_again):
+        assert "as a table that several processes train; use the `table` of its layer" in message
+    for rank, (message, reading) in enumerate(Disks(tmp_path / "apart", [0, 1]).spawn(_opens_again)):
+        assert "as a table that several processes train" in message
+        assert f"shard-000{1 - rank}" in reading  # a host has its own shards alone
