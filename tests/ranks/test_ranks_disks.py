@@ -120,7 +120,7 @@ def test_rows_have_the_bits_of_one_process(
     assert not list(disks.rows.parent.iterdir())  # each was seen through its own mount alone
 
 
-def _keeps(rank: int, disks: Disks) -> list[Any]:
+def _keeps(rank: int, disks: Disks, parts: int = 4) -> list[Any]:
     table, facts = _open(disks), []
 
     def say() -> None:
@@ -135,6 +135,9 @@ def _keeps(rank: int, disks: Disks) -> list[Any]:
         _train(table)
         table.commit()
     say()
+    if parts == 2:
+        table.close()
+        return facts
     table.rewind("one")
     assert (table.get(EVERY) == first).all() and table.step == 1
     say()
@@ -153,6 +156,19 @@ def test_kept_commits_are_on_every_disk(tmp_path: Path) -> None:
     assert [len(names) for _, _, names in first] == [2, 3, 3, 2]
     assert disks.manifests(0) == disks.manifests(1)
     disks.merge()
+
+
+def test_a_damaged_commit_is_copied_as_it_is(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, [0, 1])
+    disks.spawn(_keeps, 2)
+    for host in (0, 1):
+        (disks.disk(host) / "rows" / "run-0000000000000001").write_bytes(b"damaged \xff")
+    assert disks.spawn(_goes_on) == [5, 5]
+    assert disks.manifests(0) == disks.manifests(1)
+    (disks.disk(1) / "rows" / "run-0000000000000001").unlink()
+    assert disks.spawn(_goes_on) == [6, 6]
+    assert disks.manifests(0) == disks.manifests(1)
+    assert disks.manifests(1)["run-0000000000000001"] == b"damaged \xff"
 
 
 def _loads(rank: int, disks: Disks) -> bool:

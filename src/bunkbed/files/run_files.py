@@ -475,10 +475,14 @@ class RunFiles:
 
     def publish(self, manifest: RunManifest) -> None:
         """Do step 3."""
-        final = self.manifest_path(manifest.epoch)
+        self.publish_bytes(manifest.epoch, encode(manifest))
+
+    def publish_bytes(self, epoch: int, data: bytes) -> None:
+        """Do step 3 with the bytes of a manifest."""
+        final = self.manifest_path(epoch)
         temporary = self.directory / f"new-{final.name}"
         _native.remove_file(str(temporary))
-        write_durably(temporary, encode(manifest))
+        write_durably(temporary, data)
         _native.link_file(str(temporary), str(final))
         sync_directory(self.directory)
         _native.failpoint("run.published")

@@ -32,7 +32,7 @@ from bunkbed.core.budget import Budget, parse_bytes
 from bunkbed.core.optim import Adam, Optimizer
 from bunkbed.core.types import Json
 from bunkbed.errors import CorruptionError, FormatError
-from bunkbed.files.run_files import RunFiles, RunManifest, decode
+from bunkbed.files.run_files import RunFiles, RunManifest
 from bunkbed.files.sharding import MAX_SHARDS, Sharding, shard_name
 from bunkbed.run.leftovers import forget_marks, mark_new, remove_leftover
 from bunkbed.sharded.base.shards import Shards, of_each
@@ -45,6 +45,8 @@ from bunkbed.torch.ranks.plan import shards_of_rank
 log = logging.getLogger("bunkbed.torch")
 
 _OPENING = "opening a table"
+#: For bytes in text: a manifest may be damaged.
+_BYTES = "surrogateescape"
 #: The part of a `Budget` of one host that this process may use, by the budget.
 _parts: weakref.WeakKeyDictionary[Budget, Budget] = weakref.WeakKeyDictionary()
 _parts_lock = threading.Lock()
@@ -266,12 +268,14 @@ class RankFiles:
         first = self._ranks.gather(_OPENING, lambda: self._enter_first(check) if self._ranks.is_first else None)[0]
         waiting = self._without(first["mark"], range(self._ranks.world))
         self._is_apart = self._ranks.rank in waiting
-        while waiting:  # for a rank on their own disk to take its lock
-            keeper = waiting[0]
-            self._disks += 1
-            said = self._ranks.gather(_OPENING, partial(self._enter_other, first, one_disk, keeper))
-            waiting = self._without(said[keeper], waiting)
-        self._ranks.gather(_OPENING, lambda: self.copy_commits(first["commits"], map(int, first["commits"])))
+        if waiting:
+            commits = self._ranks.gather(_OPENING, lambda: self._commits() if self._ranks.is_first else {})[0]
+            while waiting:  # for a rank on their own disk to take its lock
+                keeper = waiting[0]
+                self._disks += 1
+                said = self._ranks.gather(_OPENING, partial(self._enter_other, commits, one_disk, keeper))
+                waiting = self._without(said[keeper], waiting)
+            self._ranks.gather(_OPENING, lambda: self.copy_commits(commits, map(int, commits)))
         self._ranks.gather(_OPENING, lambda: self._enter(first))
 
     def _without(self, mark: str, ranks: Sequence[int]) -> list[int]:
@@ -288,7 +292,7 @@ class RankFiles:
         self._lock = self.folder.lock(mark)
         self.manifest = self.folder.load_newest()
         if is_new:
-            return {"mark": mark, "epoch": None, "named": {}, "kept": {}, "commits": {}}
+            return {"mark": mark, "epoch": None, "named": {}, "kept": {}}
         check()
         named, kept = self.folder.collect()
         forget_marks(self.folder, set(self.manifest.tables))
@@ -297,7 +301,6 @@ class RankFiles:
             "epoch": self.manifest.epoch,
             "named": {name: sorted(epochs) for name, epochs in named.items()},
             "kept": {name: sorted(epochs) for name, epochs in kept.items()},
-            "commits": self._commits(),
         }
 
     def _make_directories(self) -> None:
@@ -305,32 +308,32 @@ class RankFiles:
         _native.make_directories(str(self.place / "tables"))
 
     def _commits(self) -> dict[str, str]:
-        """Return the text of each manifest, by epoch."""
+        """Return the text of each manifest, also of a damaged one, by epoch."""
         paths = {epoch: self.folder.manifest_path(epoch) for epoch in self.folder.epochs()}
-        return {str(epoch): _native.read_file(str(path)).decode() for epoch, path in paths.items()}
+        return {str(epoch): path.read_bytes().decode(errors=_BYTES) for epoch, path in paths.items()}
 
-    def _enter_other(self, first: Json, one_disk: bool, keeper: int) -> str:
+    def _enter_other(self, commits: Mapping[str, str], one_disk: bool, keeper: int) -> str:
         """On rank `keeper`: take the lock of the directory on another disk than rank 0's; return its mark."""
-        rank, place, is_new = self._ranks.rank, self.place, first["epoch"] is None
+        rank, place, newest = self._ranks.rank, self.place, max(map(int, commits), default=None)
         if rank != keeper:
             return ""
-        if one_disk or not (is_new or place.is_dir()):
+        if one_disk or not (newest is None or place.is_dir()):
             raise FileNotFoundError(
                 f"rank {rank} does not see the directory that rank 0 has at {place}"
                 + ("; the ranks of a run must share it" if one_disk else ", and its host has no directory there")
             )
-        if is_new and opening.is_table(place):
+        if newest is None and opening.is_table(place):
             raise FormatError(f"rank {rank}: {place} on its host is a table of one process; move it away")
         own = self._commits()
-        wrong = [epoch for epoch, text in own.items() if first["commits"].get(epoch, text) != text]
-        wrong += [epoch for epoch in own if is_new or int(epoch) > first["epoch"]]
+        wrong = [epoch for epoch, text in own.items() if commits.get(epoch, text) != text]
+        wrong += [epoch for epoch in own if newest is None or int(epoch) > newest]
         if wrong:
             raise FormatError(
                 f"rank {rank}: {place} on its host has commit {wrong[0]}, which the directory of rank 0 does not have "
-                f"({'it has none' if is_new else 'its newest is ' + str(first['epoch'])}); start the hosts in the "
+                f"({'it has none' if newest is None else f'its newest is {newest}'}); start the hosts in the "
                 "order of the last time (torchrun --node-rank), or put back the folders of one time on all hosts"
             )
-        if is_new:
+        if newest is None:
             self._make_directories()
         mark = uuid.uuid4().hex
         self._lock = self.folder.lock(mark)
@@ -349,7 +352,7 @@ class RankFiles:
         present = set(self.folder.epochs())
         for epoch, text in commits.items():
             if int(epoch) not in present:
-                self.folder.publish(decode(text.encode(), self.folder.manifest_path(int(epoch))))
+                self.folder.publish_bytes(int(epoch), text.encode(errors=_BYTES))
         for old in present - set(remaining):
             _native.remove_file(str(self.folder.manifest_path(old)))
 
