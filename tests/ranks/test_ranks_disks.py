@@ -18,7 +18,8 @@ from bunkbed.files.run_files import RunFiles
 from bunkbed.torch.ranks.table import DistributedTable
 from rank_processes import message_of, spawn, use_own_disk, why_no_own_disks
 
-pytestmark = pytest.mark.skipif(bool(why_no_own_disks()), reason=f"no folder can be mounted: {why_no_own_disks()}")
+WHY_NOT = why_no_own_disks()
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=f"no folder can be mounted: {WHY_NOT}")
 
 ROWS, DIM, STEPS = 500, 8, 4
 EVERY = np.arange(ROWS)

@@ -137,7 +137,11 @@ _CLONE_NEWNS, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
 
 def why_no_own_disks() -> str:
     """Return why `use_own_disk` does not work here; empty if it does."""
-    done = subprocess.run(["unshare", "--mount", "mount", "--bind", "/tmp", "/tmp"], capture_output=True, text=True)
+    command = ["unshare", "--mount", "mount", "--bind", "/tmp", "/tmp"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except OSError as error:
+        return str(error)
     return done.stderr.strip()
 
 

@@ -227,8 +227,8 @@ using namespace test;
 
 constexpr int64_t kStored = 2000;
 
-// A table whose rows are all in the log, and none in RAM. Each has the value 1. Its cache has room for half of the
-// rows.
+// A table whose rows are all in the log, and none in RAM. Each has the value 1. By default the cache has no room for
+// all of them.
 struct OnDisk {
   explicit OnDisk(size_t more_ram = 100u << 10) {
     const TableSpec spec = spec_of(kStored);
@@ -285,15 +285,15 @@ TEST(prefetcher_plans_nothing_where_every_row_is_in_ram) {
 TEST(prefetcher_stages_at_once_where_all_rows_have_room) {
   for (const bool has_room : {false, true}) {
     OnDisk rows(has_room ? 8u << 20 : 100u << 10);
-    const Store& store = *rows.table->state.store;
+    Store& store = *rows.table->state.store;
     const std::vector<int64_t> ids = range(0, 50);
-    const size_t frames = rows.table->state.store->cache().capacity();
+    const size_t frames = store.cache().capacity();
     CHECK_EQ(frames >= kStored, has_room);
     rows.vfs.hold(Op::kRead);
     CHECK_EQ(rows.expect(ids) == kNoUse, has_room);
     CHECK_EQ(rows.num_loading(ids), has_room ? size_t{50} : size_t{0});
     CHECK_EQ(store.window().is_empty(), has_room);
-    CHECK_EQ(rows.table->state.store->cache().capacity() == frames, has_room);
+    CHECK_EQ(store.cache().capacity() == frames, has_room);
     rows.vfs.release();
     rows.settle();
     CHECK_EQ(rows.num_resident(ids), has_room ? size_t{50} : size_t{0});

@@ -103,7 +103,7 @@ class RankFiles:
         self._lock: int | None = None
         self._disks = 1
         self._is_apart = False  # whether this rank is on another disk than rank 0
-        self._is_copy = False  # whether this rank keeps the copies of rank 0's manifests on its disk
+        self._is_keeper = False  # whether this rank keeps the copies of rank 0's manifests on its disk
         self._made: list[Path] = []
 
     # ---- A directory of one table
@@ -337,7 +337,7 @@ class RankFiles:
             self._make_directories()
         mark = uuid.uuid4().hex
         self._lock = self.folder.lock(mark)
-        self._is_copy = True
+        self._is_keeper = True
         log.warning(
             "bunkbed: rank %d has another disk than rank 0: %s on its host has the shards of the ranks there",
             rank,
@@ -347,7 +347,7 @@ class RankFiles:
 
     def copy_commits(self, commits: Mapping[str, str], remaining: Iterable[int]) -> None:
         """Where this rank keeps copies of rank 0's manifests: add these texts, remove all but the remaining ones."""
-        if not self._is_copy:
+        if not self._is_keeper:
             return
         present = set(self.folder.epochs())
         for epoch, text in commits.items():

@@ -42,7 +42,8 @@ _FEW_PAIRS = 20_000
 _NEGATIVE_SHARE = 4
 # `ccl` has so many times the negatives of a recipe.
 _COSINE_NEGATIVES = 6
-_OWN_NEGATIVES, _OWN_BATCH = 8, 4096
+_OWN_NEGATIVES = 8
+_OWN_BATCH, _OWN_BATCH_BY_BLOCKS = TrainConfig().step_pairs, TrainConfig(order="blocks:2").step_pairs
 # With own negatives the penalty is divided by the first number; where `mf` has the loss `bce`, by the second.
 _OWN_PENALTY, _LOG_ODDS_PENALTY = 4, 20
 # Fewer given negatives are taken as each pair's own.
@@ -165,7 +166,7 @@ def decide(
     if "epochs" in given or asked.valid == "none":
         patience, stops = 0, "epochs are given" if "epochs" in given else "nothing is held out"
     steps = (batch, f"{-(-pairs // batch):,} steps an epoch")
-    by_order = (None, "4,096 pairs, or 2,048 by blocks")
+    by_order = (None, f"{_OWN_BATCH:,} pairs, or {_OWN_BATCH_BY_BLOCKS:,} by blocks")
     found: dict[str, tuple[int | float | None, str]] = {
         "dim": (rules.dim, f"recipe {recipe}"),
         "batch_size": by_order if batch == _OWN_BATCH else steps,
