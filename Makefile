@@ -57,9 +57,10 @@ $(VENV)/.bench: $(VENV)/.torch $(VENV)/.wheel
 demo: $(VENV)/.demo
 	$(BIN)/bunkbed demo
 
+# Three processes of pytest on two cores: two of them left a third of the processors' time unused, in waits and sleeps.
 test:
 	$(MAKE) --jobs 2 --output-sync=target checks
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 2 --durations 30 --durations-min 5
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 2 --durations 30 --durations-min 5
 
 checks: lint cpp-test wheel-test $(VENV)/.triton
 
