@@ -6,6 +6,8 @@ import copy
 import gc
 import io
 import pickle
+import subprocess
+import sys
 import weakref
 from typing import Any
 
@@ -447,3 +449,23 @@ def test_readers_look_up_but_do_not_train(tmp_path: Any) -> None:
         served(torch.tensor([[1]])).sum().backward()
     reader.close()
     emb.table.close()
+
+
+def test_the_compiler_is_not_imported() -> None:
+    """It takes a second, in each start of a program that trains tables alone."""
+    code = """
+import sys, torch
+from bunkbed.torch import Embedding, Optimizer
+
+layer = Embedding(10, 2, path=None)
+optimizer = Optimizer(layer)
+for _ in range(2):
+    optimizer.zero_grad()
+    layer(torch.tensor([1])).sum().backward()
+    optimizer.step()
+saved = optimizer.state_dict()
+assert "torch._dynamo" not in sys.modules
+import torch._dynamo
+assert Optimizer(torch.nn.Sequential(Embedding(10, 2, path=None))).state_dict().keys() == saved.keys()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
@@ -19,6 +20,15 @@ from bunkbed.torch.pending import Pending
 from bunkbed.torch.pendings import by_anchor, distinct, follow, require_can_follow
 
 _log = logging.getLogger("bunkbed.torch")
+
+
+def _undecorated(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of torch's Optimizer without the decorator that keeps the compiler out of it.
+
+    When it is first called, the decorator imports the compiler, which takes about a second. A program that compiles
+    has imported it, and gets the method as it is.
+    """
+    return method if "torch._dynamo" in sys.modules else getattr(method, "__wrapped__", method)
 
 
 class _Group(Json):
@@ -415,7 +425,7 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
     def add_param_group(self, param_group: Json) -> None:
         """Add dense parameters (to `dense`), or layers' anchors (one group per table), or both."""
         if not self._started:
-            super().add_param_group(param_group)
+            _undecorated(torch.optim.Optimizer.add_param_group)(self, param_group)
             return
         known = by_anchor()
         params = param_group["params"]
@@ -460,7 +470,7 @@ class Optimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is untype
     def state_dict(self) -> Json:
         """Return torch's ``state_dict``; rows and their state are in that of the model."""
         self._follow()  # a scheduler of the dense optimizer may have changed its groups since the last step
-        state: Json = super().state_dict()
+        state: Json = _undecorated(torch.optim.Optimizer.state_dict)(self)
         return state
 
     def load_state_dict(self, state_dict: Json) -> None:
