@@ -260,7 +260,7 @@ def main() -> int:
         if name in parts:
             part(chosen.rounds * 3, rows // 4, 4096 if chosen.tiny else 65_536)
     if "sweep" in parts:
-        sweep(chosen.dir, 1_000_000 if chosen.tiny else int(chosen.rows), (64 << 20) if chosen.tiny else (3 << 30))
+        sweep(chosen.dir, 100_000 if chosen.tiny else int(chosen.rows), (64 << 20) if chosen.tiny else (3 << 30))
     return 0
 
 

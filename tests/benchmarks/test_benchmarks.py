@@ -62,7 +62,7 @@ def test_resident_prints_its_ratio(tmp_path: Path) -> None:
 
 
 def test_changes_prints_files_and_what_deletes_free(tmp_path: Path) -> None:
-    done = run("-m", "benchmarks.cases.changes", "--tiny", "--dir", str(tmp_path))
+    done = run("-m", "benchmarks.cases.changes", "--tiny", "--rounds", "1", "--dir", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "10,000 changed rows of 40,000 x 64 to Parquet" in done.stdout and "half deleted:" in done.stdout
 
