@@ -315,7 +315,8 @@ def test_topk_of_many_ids_is_of_one_commit(tmp_path: Path) -> None:
         assert reader.version == table.version
 
 
-def test_a_look_without_news_does_not_wait_for_a_long_read(pair: Pair) -> None:
+def test_a_look_without_news_does_not_wait_for_a_long_read(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bunkbed.table.following._PATIENCE_S", 60.0)
     with pair.reader() as reader:
         reader.watch(max_age_s=0.1)
         inside, over = threading.Event(), threading.Event()
@@ -323,19 +324,20 @@ def test_a_look_without_news_does_not_wait_for_a_long_read(pair: Pair) -> None:
         def hold() -> None:
             with reader.pinned():
                 inside.set()
-                over.wait(60)
+                over.wait(250)
 
         thread = threading.Thread(target=hold)
         thread.start()
         inside.wait()
         wait_for(lambda: reader.age_s < 0.1)
-        end = time.monotonic() + 1.0
-        while time.monotonic() < end:  # many looks, and no call waits
+        began = time.monotonic()
+        for _ in range(50):  # the thread looks as often
             with reader.pinned():
                 assert pair.seen(reader) == {1}
             time.sleep(0.02)
         over.set()
         thread.join()
+        assert time.monotonic() - began < 60, "a call waited for the thread that looks"
 
 
 def test_a_thread_that_a_pinned_one_waits_for_does_not_hang(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,6 @@ class Run(RunReader):
         self.path = Path(path).expanduser().absolute()
         self.mode = "r" if snapshot is not None else mode
         self._snapshot = snapshot
-        self._start_following()
         self._opening = threading.RLock()  # held while a table is opened: each name has one object
         self.budget = ram if isinstance(ram, Budget) else Budget(DEFAULT_RAM if ram is None else ram)
         self._shards_of = _shards_of  # the name of the sharded table whose shards are the run's tables, or None
@@ -114,7 +113,10 @@ class Run(RunReader):
             _native.make_directories(str(self.path / "tables"))
             self._lock = self.folder.lock()
         try:
+            if self.mode == "r":
+                self._note_newest()
             self.manifest = self.folder.load_newest() if snapshot is None else self.folder.find(snapshot)
+            self._start_following()
             if self.mode == "w":
                 self._require_own(self.manifest)
             if self.mode == "w" and self.folder.epochs():

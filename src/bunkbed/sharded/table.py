@@ -254,6 +254,7 @@ class ShardedTable(Table):
         for shard in shards:
             shard.warns_of_loss = False  # the sharded table warns instead
         self._ram_bytes = 0 if isinstance(ram, Budget) else run.budget.total_bytes
+        self._looked_s, self._seen = run._looked_s, run._seen
         self._start(core)
         if run.mode == "w":
             opening.register_writer(self)

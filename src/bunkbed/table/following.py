@@ -94,7 +94,7 @@ class Following:
     _max_age_s: float = math.inf
     _stop: threading.Event | None = None  # ends the thread that follows
     _looked_s = 0.0  # when the reader last looked for a newer commit
-    _seen: object = None  # the newest commit's file as of the last move
+    _seen: tuple[int, ...] | None = None  # the file of the commit that it last moved to; see `_stamp`
     _pins: Pins
 
     # ---- What a subclass has
@@ -157,11 +157,12 @@ class Following:
             if stop is not None and stop.is_set():
                 return self._at()
             looked_s, stamp = time.monotonic(), self._stamp()
+            self._seen = None  # until it has moved
             number = self._move()
             self._looked_s, self._seen = looked_s, stamp
         return number
 
-    def _stamp(self) -> object:
+    def _stamp(self) -> tuple[int, ...] | None:
         """Return what identifies the file of the commit to follow; None: it cannot be read."""
         try:
             number = self._newest()
@@ -170,13 +171,13 @@ class Following:
             return None
         return number, about.st_dev, about.st_ino, about.st_mtime_ns, about.st_ctime_ns, about.st_size
 
-    def _look(self, stop: threading.Event) -> None:
+    def _look(self, patience_s: float | None = None, stop: threading.Event | None = None) -> None:
         """Move if there is something newer. Does not wait for threads that read where there is not."""
         looked_s, stamp = time.monotonic(), self._stamp()
         if stamp is not None and stamp == self._seen:
             self._looked_s = looked_s
         else:
-            self._refresh(stop=stop)
+            self._refresh(patience_s, stop)
 
     @typed
     def watch(self, max_age_s: float | None = 2.0) -> None:
@@ -259,9 +260,15 @@ class Following:
             return contextlib.nullcontext()
         return self._pins.held(is_urgent=self._max_age_s == math.inf or self.age_s > self._max_age_s / 2)
 
+    def _note_newest(self) -> None:
+        """Note the file of the commit to follow, before a reader reads a commit."""
+        self._looked_s, self._seen = time.monotonic(), self._stamp()
+
     def _start_following(self) -> None:
+        """Begin at the commit that was read. The first look reads it again if it is not the one that was noted."""
         self._pins = Pins()
-        self._looked_s = time.monotonic()
+        if self._seen is not None and self._seen[0] != self._at():
+            self._seen = None
 
     def _stop_watching(self) -> None:
         if self._stop is not None:
@@ -275,7 +282,7 @@ class Following:
         if self._pins.is_mine or time.monotonic() - self._looked_s <= self._max_age_s:
             return
         try:
-            self._refresh(_PATIENCE_S)
+            self._look(_PATIENCE_S)
         except (BunkbedError, OSError, ValueError, MemoryError) as error:
             raise BunkbedError(
                 f"{label}: its rows may be out of date for {time.monotonic() - self._looked_s:.2f} s, more than "
@@ -316,7 +323,7 @@ def _follow(reader: weakref.ref[Following], stop: threading.Event, every_s: floa
         if follower is None:
             return
         try:
-            follower._look(stop)
+            follower._look(stop=stop)
             failed = ""
         except (BunkbedError, OSError, ValueError, MemoryError) as error:
             if stop.is_set() or isinstance(error, TableClosedError):

@@ -90,6 +90,8 @@ def _start(
         table._budget = ram
     else:
         table._ram_bytes = _most_bytes(ram, table.path)
+    if table.mode == "r":
+        table._note_newest()
     try:
         table.core = open_core(table._ram_bytes)
     except BaseException:

@@ -42,13 +42,14 @@ class TableReader(Following):
     def _newest(self) -> int:
         self._reader_label()
         if self._snapshot is not None:
-            named = dict(self.core.snapshots())
+            named = {} if self.core is None else dict(self.core.snapshots())
             if self._snapshot not in named:
                 raise ValueError(f"table '{self._name}' has no snapshot {self._snapshot!r} any more")
             return named[self._snapshot]
         assert self._path is not None
         found = (_MANIFEST.fullmatch(entry.name) for entry in self._path.iterdir())
-        return max((int(match[1]) for match in found if match), default=self._at())
+        numbers = [int(match[1]) for match in found if match]
+        return max(numbers) if numbers else self._at()
 
     def _file_of(self, number: int) -> Path:
         assert self._path is not None
