@@ -41,6 +41,9 @@ uint32_t Prefetcher::expect(const int64_t* ids, size_t n, uint32_t most) {
     table_.require_usable();
     table_.assign_checked(&table_.scratch.batch, ids, count);
   }
+  // A batch that is larger than the cache gains nothing: its staged rows would evict those that the present step reads
+  // again, or be evicted before they are used.
+  if (table_.scratch.batch.num_unique() > table_.store->cache().capacity()) return kNoUse;
   // A window of `most` batches may take a quarter of the budget, and so may the few batches that staging needs. A
   // longer window of unspecified size may take a tenth, because it must save more misses than the frames that it
   // replaces. It ends after a few cachefuls of rows: a row that is wanted only later is evicted anyway.

@@ -60,7 +60,10 @@ class Window:
 
     @property
     def plans(self) -> bool:
-        """True if the core planned the last entered batch; False where RAM has room for every stored row."""
+        """True if the core planned the last entered batch.
+
+        False where RAM has room for every stored row, and for a batch that is larger than the cache.
+        """
         return self._plans
 
     @property

@@ -15,10 +15,10 @@
 namespace bunkbed {
 namespace {
 
-TableSpec spec_of(int64_t num_rows) {
+TableSpec spec_of(int64_t num_rows, uint32_t dim = 16) {
   TableSpec spec;
   spec.num_rows = num_rows;
-  spec.dim = 16;
+  spec.dim = dim;
   spec.optimizer.kind = OptimizerKind::kSgd;
   spec.optimizer.lr = 1.0;
   return spec;
@@ -230,8 +230,8 @@ constexpr int64_t kStored = 2000;
 // A table whose rows are all in the log, and none in RAM. Each has the value 1. By default the cache has no room for
 // all of them.
 struct OnDisk {
-  explicit OnDisk(size_t more_ram = 100u << 10) {
-    const TableSpec spec = spec_of(kStored);
+  explicit OnDisk(size_t more_ram = 100u << 10, uint32_t dim = 16) {
+    const TableSpec spec = spec_of(kStored, dim);
     const OpenOptions options = Parts::with_ram(minimum_ram(spec, kStored, true) + more_ram);
     table = new_parts(vfs, sandbox / "t", spec, options);
     table->add_one(range(0, kStored));
@@ -299,6 +299,23 @@ TEST(prefetcher_stages_at_once_where_all_rows_have_room) {
     CHECK_EQ(rows.num_resident(ids), has_room ? size_t{50} : size_t{0});
     CHECK_EQ(rows.table->value(49), 1.0f);
   }
+}
+
+// A batch that has no room is not planned: its rows would take frames from the batch that is being trained.
+TEST(prefetcher_leaves_a_batch_that_is_larger_than_the_cache_to_the_lookup) {
+  OnDisk rows(100u << 10, 128);
+  Store& store = *rows.table->state.store;
+  const auto room = static_cast<int64_t>(store.cache().capacity());
+  const auto in_scratch = static_cast<int64_t>(rows.table->state.piece_ids());
+  CHECK(room + 1 < kStored && room + 1 <= in_scratch);
+  CHECK_EQ(rows.expect(range(0, room + 1)), kNoUse);
+  CHECK(store.window().is_empty());
+  rows.prefetcher().advance(kNoUse, kNoUse, 2);
+  CHECK_EQ(rows.table->state.counts.staged_rows, uint64_t{0});
+  std::vector<int64_t> repeated = range(0, 10);  // few rows, each often
+  while (std::ssize(repeated) <= room) repeated.insert(repeated.end(), repeated.begin(), repeated.begin() + 10);
+  CHECK_EQ(rows.expect(repeated), 1u);
+  CHECK_EQ(rows.expect(range(0, room / 2)), 2u);
 }
 
 TEST(prefetcher_refuses_bad_ids_and_a_closed_table) {

@@ -221,6 +221,17 @@ TEST(memory_plan_has_no_chunks_below_the_smallest) {
 }
 
 // A chunk is at most a quarter of a segment, so that the segments of small tables are not mostly one chunk.
+// A small budget gives a larger part to chunks, because small writes cost processor time.
+TEST(memory_plan_of_a_small_budget_writes_chunks_of_a_48th) {
+  constexpr uint64_t kManySlots = 1u << 20;
+  const auto chunk_of = [](size_t budget) { return plan_memory(budget, 768, kManySlots, 512, true).log.chunk_bytes; };
+  CHECK_EQ(chunk_of(512 * kKiB), kSmallestChunk);
+  CHECK_EQ(chunk_of(48 * 32 * kKiB), 32 * kKiB);
+  CHECK_EQ(chunk_of(48 * 64 * kKiB), 64 * kKiB);
+  CHECK_EQ(chunk_of(96 * 64 * kKiB), 64 * kKiB);
+  CHECK_EQ(chunk_of(96 * 80 * kKiB), 80 * kKiB);
+}
+
 TEST(memory_plan_chunks_are_a_part_of_a_segment) {
   for (const Shape& shape : shapes()) {
     for (const size_t budget : budgets(kMiB)) {
