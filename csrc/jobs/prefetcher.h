@@ -3,7 +3,8 @@
 // The protocol (docs/design/architecture.md, "Plan, then execute"; docs/design/engine.md, rule 9):
 //   1. expect() adds a batch to the window. From now on the cache evicts its rows last. Where the cache has room for
 //      every stored row, which is so after a table that fits in RAM was opened again, none is evicted: then expect()
-//      stages the batch at once, and the window stays empty and takes no memory from the cache.
+//      stages the batch at once, and the window stays empty and takes no memory from the cache. A batch of more rows
+//      than the cache has frames is not added.
 //   2. advance() ends one batch and starts the next. It stages the rows of the `depth` batches after that, nearest
 //      batch first: it takes frames under the lock and queues the reads. Staging evicts no row that the staged batch,
 //      or an earlier one, wants. When no frame is left, staging stops and goes on at the next advance().

@@ -78,9 +78,9 @@ class Table {
   void check_change(const Batch& batch, bool is_step, std::optional<double> lr, std::optional<int64_t> step);
   void stage(const int64_t* ids, size_t n);
   // ---- The window; see jobs/prefetcher.h. expect() returns the batch's number, kNoUse when there is nothing to plan
-  // (every stored row has room in RAM, or the batch is larger than the cache), or kWindowFull. `most`: the most batches in the window; 0: as many as are
-  // useful. advance() takes the numbers of the batch that is over and of the one that starts; kNoUse: none. `depth` 0:
-  // chosen from times.
+  // (every stored row has room in RAM, or the batch is larger than the cache), or kWindowFull. `most`: the most batches
+  // in the window; 0: as many as are useful. advance() takes the numbers of the batch that is over and of the one that
+  // starts; kNoUse: none. `depth` 0: chosen from times.
   static constexpr uint32_t kWindowFull = Prefetcher::kWindowFull;
   uint32_t expect(const int64_t* ids, size_t n, uint32_t most);
   void advance(uint32_t over, uint32_t current, uint32_t depth);

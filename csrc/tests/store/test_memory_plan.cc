@@ -220,7 +220,6 @@ TEST(memory_plan_has_no_chunks_below_the_smallest) {
   CHECK_EQ(smallest_chunk_bytes(100'000), vfs::round_up(208'192, vfs::kBlockBytes));
 }
 
-// A chunk is at most a quarter of a segment, so that the segments of small tables are not mostly one chunk.
 // A small budget gives a larger part to chunks, because small writes cost processor time.
 TEST(memory_plan_of_a_small_budget_writes_chunks_of_a_48th) {
   constexpr uint64_t kManySlots = 1u << 20;
@@ -232,6 +231,7 @@ TEST(memory_plan_of_a_small_budget_writes_chunks_of_a_48th) {
   CHECK_EQ(chunk_of(96 * 80 * kKiB), 80 * kKiB);
 }
 
+// A chunk is at most a quarter of a segment, so that the segments of small tables are not mostly one chunk.
 TEST(memory_plan_chunks_are_a_part_of_a_segment) {
   for (const Shape& shape : shapes()) {
     for (const size_t budget : budgets(kMiB)) {

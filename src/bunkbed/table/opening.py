@@ -90,9 +90,9 @@ def _start(
         table._budget = ram
     else:
         table._ram_bytes = _most_bytes(ram, table.path)
-    if table.mode == "r":
-        table._note_newest()
     try:
+        if table.mode == "r":
+            table._note_newest()
         table.core = open_core(table._ram_bytes)
     except BaseException:
         if table._budget is not None:
