@@ -35,7 +35,7 @@ MemoryPlan plan_memory(size_t total_bytes, size_t payload_bytes, uint64_t slots_
   const size_t largest_chunk = std::max(smallest_chunk, slots_per_segment * stride / 4);
   // A 96th of the budget within 16 KiB and 1 MiB, and at most a quarter of a segment; but at least two records. A small
   // budget gives a 48th, because many small writes cost processor time (docs/design/notes/train-order.md).
-  const size_t of_small = std::min<size_t>(total / 48, 64u << 10);
+  const size_t of_small = std::min<size_t>(total / 48, 32u << 10);
   const size_t wished = std::min({std::max({total / 96, of_small, kSmallestChunk}), size_t{1} << 20, largest_chunk});
   plan.log.chunk_bytes = vfs::round_up(std::max(smallest_chunk, wished), vfs::kBlockBytes);
   plan.log.num_chunks =

@@ -220,14 +220,14 @@ TEST(memory_plan_has_no_chunks_below_the_smallest) {
   CHECK_EQ(smallest_chunk_bytes(100'000), vfs::round_up(208'192, vfs::kBlockBytes));
 }
 
-// A small budget gives a larger part to chunks, because small writes cost processor time.
+// A small budget gives a larger part to chunks, up to 32 KiB, because small writes cost processor time.
 TEST(memory_plan_of_a_small_budget_writes_chunks_of_a_48th) {
   constexpr uint64_t kManySlots = 1u << 20;
   const auto chunk_of = [](size_t budget) { return plan_memory(budget, 768, kManySlots, 512, true).log.chunk_bytes; };
   CHECK_EQ(chunk_of(512 * kKiB), kSmallestChunk);
   CHECK_EQ(chunk_of(48 * 32 * kKiB), 32 * kKiB);
-  CHECK_EQ(chunk_of(48 * 64 * kKiB), 64 * kKiB);
-  CHECK_EQ(chunk_of(96 * 64 * kKiB), 64 * kKiB);
+  CHECK_EQ(chunk_of(48 * 64 * kKiB), 32 * kKiB);
+  CHECK_EQ(chunk_of(96 * 32 * kKiB), 32 * kKiB);
   CHECK_EQ(chunk_of(96 * 80 * kKiB), 80 * kKiB);
 }
 
