@@ -63,6 +63,14 @@ size_t Subject::some_ram(Rng* rng) const {
   }
 }
 
+void Subject::set_some_ram(Rng* rng) {
+  const size_t bytes = some_ram(rng);
+  size_t most = most_ram_;
+  while (most < bytes && !most_ram_.compare_exchange_weak(most, bytes)) {
+  }
+  table->set_ram(bytes);
+}
+
 std::vector<size_t> Subject::all_rows() const {
   std::vector<size_t> all(rows());
   std::iota(all.begin(), all.end(), size_t{0});
@@ -120,17 +128,24 @@ void Subject::open(Tally* tally) {
   options.disk_bytes = disk_bytes_;
   options.through_run = shape_.in_run;
   if (shape_.in_run && pinned_epoch > 0) options.epoch = pinned_epoch;
+  const size_t most_ram = most_ram_.exchange(options.ram_bytes);
+  const auto open_table = [&] { table = Table::open(vfs::posix(), path_, name_, options); };
   try {
-    table = Table::open(vfs::posix(), path_, name_, options);
+    return open_table();
   } catch (const Error& error) {
     if (disk_bytes_ == 0 || error.kind() != ErrorKind::kInvalid) throw;
+    if (disk_bytes_ > 1 && options.ram_bytes < most_ram) {
+      ++tally->refused["open: no room within its limit with less RAM"];  // smaller chunks pack less tightly
+      options.ram_bytes = most_ram_ = most_ram;
+      return open_table();
+    }
     if (disk_bytes_ > 1) tally->fail(std::string("open: within the limit it had: ") + error.what());
     // Little more than what it needs, so that it waits and compacts.
     disk_bytes_ = disk_wanted(error.what());
     disk_bytes_ += disk_bytes_ / 8 * rng_.below(3);
     options.disk_bytes = disk_bytes_;
-    table = Table::open(vfs::posix(), path_, name_, options);
   }
+  open_table();
 }
 
 void Subject::close() {

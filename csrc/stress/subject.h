@@ -1,6 +1,7 @@
 // A table under stress: the values it may hold, and the calls that are made while no other thread is at work.
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -43,6 +44,7 @@ class Subject {
   bool is_owned(size_t row) const { return row % shape_.pairs % 8 == 7; }
   size_t owner(size_t row, size_t threads) const { return row % shape_.pairs / 8 % threads; }
   size_t some_ram(Rng* rng) const;
+  void set_some_ram(Rng* rng);
   bool is_durable() const { return shape_.on_disk && !shape_.is_scratch; }
 
   // Changes only while no other thread is at work.
@@ -80,6 +82,7 @@ class Subject {
   const Shape shape_;
   Rng rng_;
   uint64_t disk_bytes_ = 0;
+  std::atomic<size_t> most_ram_{0};  // since it was opened
   std::unordered_map<int64_t, size_t> rows_by_id_;
   std::map<std::string, std::vector<int32_t>> kept_;  // commits that were kept while no other thread was at work
   std::mutex batches_mutex_;                          // guards batches_

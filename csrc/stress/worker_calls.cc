@@ -115,7 +115,7 @@ void Worker::maintain(Subject& s) {
       attempt(s, "collect", [&] { s.table->collect(1 + rng_.below(3)); });
       break;
     case 2:
-      attempt(s, "set_ram", [&] { s.table->set_ram(s.some_ram(&rng_)); });
+      attempt(s, "set_ram", [&] { s.set_some_ram(&rng_); });
       break;
     case 3:
       if (s.shape().has_limit) attempt(s, "require_disk_to_keep", [&] { s.table->require_disk_to_keep("a name"); });
