@@ -137,19 +137,14 @@ void RecordReads::count(const ReadPlan& plan, double waited_s) {
   stats_->read_wait_s += waited_s;
 }
 
-void RecordReads::read(std::vector<ReadRequest> requests, size_t read_bytes, const std::function<void()>& meanwhile) {
-  if (requests.empty()) {
-    if (meanwhile) meanwhile();
-    return;
-  }
+void RecordReads::read(const ReadPlan& plan, size_t read_bytes, const std::function<void()>& meanwhile) {
   const Stall stall;
   const auto started = std::chrono::steady_clock::now();
-  const ReadPlan made = plan(std::move(requests));
   const auto count_them = [&] {
-    count(made, std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count());
+    count(plan, std::chrono::duration<double>(std::chrono::steady_clock::now() - started).count());
   };
   try {
-    execute(made, read_bytes, &lane_, meanwhile);
+    execute(plan, read_bytes, &lane_, meanwhile);
   } catch (...) {
     count_them();
     throw;

@@ -53,12 +53,12 @@ class RecordReads {
   // The most bytes between two records that share a read.
   void set_gap(size_t bytes) { gap_bytes_ = bytes; }
 
+  // Plans the reads of records. Compaction may drop their segments before they are read: the plan keeps the files open.
+  ReadPlan plan(std::vector<ReadRequest> requests);
   // Reads and verifies records and copies the first `read_bytes` of each payload. The caller runs `meanwhile` while
   // other threads read. After an error no payload may be used.
-  void read(std::vector<ReadRequest> requests, size_t read_bytes, const std::function<void()>& meanwhile);
-  // read() in parts, for reads without the table's lock: plan() and count() require the lock, execute()
-  // does not.
-  ReadPlan plan(std::vector<ReadRequest> requests);
+  void read(const ReadPlan& plan, size_t read_bytes, const std::function<void()>& meanwhile);
+  // read() in parts, for reads without the table's lock: count() requires the lock, execute() does not.
   void execute(const ReadPlan& plan, size_t read_bytes, vfs::ReadLane* lane,
                const std::function<void()>& meanwhile) const;
   // Verifies the records of an extent that was read and copies their payloads. Any thread.

@@ -248,7 +248,7 @@ void Store::fetch(const int64_t* rows, size_t n, size_t record_bytes, std::byte*
       requests.push_back({positions[i], rows[i], out});
     }
   }
-  if (!requests.empty()) log_->reads().read(std::move(requests), record_bytes, nullptr);
+  if (!requests.empty()) log_->reads().read(log_->reads().plan(std::move(requests)), record_bytes, nullptr);
   for (size_t k = 1; k < places.size(); ++k) {
     if (positions[places[k - 1]] != positions[places[k]]) continue;
     std::memcpy(records + places[k] * record_bytes, records + places[k - 1] * record_bytes, record_bytes);

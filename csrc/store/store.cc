@@ -21,12 +21,6 @@ std::string held_entries(const Directory& directory) {
          (counted > 0 ? " and counts of " + std::to_string(counted) + " other ids" : "");
 }
 
-// Whether a step stores a row that is not stored.
-bool is_admitted(const Admission& admission, int64_t row, Entry entry) {
-  if (!admission.counts()) return admission.admits(row);
-  return admission.admits_after(is_count(entry) ? count_of(entry) : 0);
-}
-
 // Sorts by the upper halves, by one digit of 11 bits after the other: in a tenth of std::sort()'s time for 16k numbers.
 void sort_by_upper_half(std::vector<uint64_t>* numbers) {
   constexpr int kBits = 11;
@@ -206,141 +200,6 @@ Directory::NewRows Store::new_rows(const int64_t* rows, size_t n, const Admissio
   if (admission != nullptr && !admission->counts() && !fault_is("admission_by_place"))
     admission->remove_refused(&absent);
   return directory_->new_rows(absent.data(), absent.size());
-}
-
-void Store::pin(const int64_t* rows, size_t n, bool create, uint32_t* frames, bool overwrite,
-                const Admission* admission) {
-  if (entries_.size() < n) entries_.resize(n);
-  const uint64_t hits = rows_.touch_distinct(rows, n, frames, true, entries_.data());
-  Missing missing{rows, entries_.data(), {}};
-  if (std::find(frames, frames + n, kNoFrame) == frames + n) {
-    if (create) write_frozen_frames(frames, n);
-    if (!overwrite) rows_.count_hits(hits);
-    return;  // no frame is evicted before the next pin(), so these rows need no pins
-  }
-  refused_.clear();
-  if (create && admission != nullptr && admission->counts()) counts_.make_room(n);
-  // Residents first: loading one row of this call must not evict another.
-  has_pins_ = true;
-  uint64_t admitted = 0, refused = 0;
-  for (size_t i = 0; i < n; ++i) {
-    if (frames[i] != kNoFrame) {
-      cache_.info(frames[i]).pinned = 1;
-      continue;
-    }
-    if (!is_stored(entries_[i])) {
-      if (!create) continue;
-      const int64_t drawn =
-          fault_is("admission_by_place") ? static_cast<int64_t>(i) : rows[i];  // the row, but for the bug
-      const bool stores = admission == nullptr || is_admitted(*admission, drawn, entries_[i]);
-      ++(stores ? admitted : refused);
-      if (!stores) {
-        refused_.push_back(static_cast<uint32_t>(i));
-        continue;
-      }
-    }
-    missing.places.push_back(static_cast<uint32_t>(i));
-  }
-  load(missing, n, create, overwrite, frames);
-  if (admission != nullptr) {
-    stats_.admitted_rows += admitted;
-    stats_.refused_rows += refused;
-    stats_.first_touches += refused;
-    stats_.unique_rows += refused;
-    if (admission->counts()) {
-      for (const uint32_t i : refused_) counts_.raise(rows[i], entries_[i], admission->now());
-    }
-  }
-  if (!overwrite) rows_.count_hits(hits);
-}
-
-void Store::pin_stored(const int64_t* rows, const Entry* entries, size_t n, uint32_t* frames) {
-  has_pins_ = true;
-  Missing missing{rows, entries, {}};
-  for (size_t i = 0; i < n; ++i) {
-    frames[i] = is_frame(entries[i]) ? frame_of(entries[i]) : kNoFrame;
-    if (frames[i] == kNoFrame) {
-      missing.places.push_back(static_cast<uint32_t>(i));
-    } else {
-      cache_.info(frames[i]).pinned = 1;
-    }
-  }
-  rows_.begin_touches();
-  load(missing, n, false, false, frames);
-}
-
-// Gives each missing row a frame, and reads its record or makes an initial one. `n`: the number of rows of the pin().
-void Store::load(const Missing& missing, size_t n, bool create, bool overwrite, uint32_t* frames) {
-  const auto& [rows, entries, places] = missing;
-  std::vector<ReadRequest> requests;
-  ReadRequest late{0, 0, nullptr};  // for the seeded bug below
-  size_t taken = 0;
-  uint64_t misses = 0;
-  std::vector<uint32_t> fresh;  // frames for the next rows
-  size_t used = 0;
-  try {
-    for (; taken < places.size(); ++taken) {
-      constexpr size_t kAhead = 16;
-      if (taken + kAhead < places.size()) cache_.prefetch_ghost(rows[places[taken + kAhead]]);
-      const uint32_t i = places[taken];
-      if (used == fresh.size()) {
-        fresh = take_frames(std::min(kFramesAtOnce, places.size() - taken), kNoUse);
-        used = 0;
-        if (fresh.empty()) {
-          throw Error(ErrorKind::kMemory, "table '" + name_ + "': every frame of its RAM budget is pinned");
-        }
-      }
-      const uint32_t frame = fresh[used++];
-      frames[i] = frame;
-      FrameInfo& info = cache_.info(frame);
-      hold_row(frame, rows[i]);
-      if (!is_stored(entries[i])) {
-        if (!overwrite) initial_(rows[i], frame_bytes_, cache_.record(frame));
-        continue;
-      }
-      info.position = position_of(entries[i]);
-      directory_->set(rows[i], entry_of_frame(frame));
-      if (overwrite) continue;
-      ++misses;
-      if (const std::byte* payload = log_->pending(info.position)) {
-        std::memcpy(cache_.record(frame), payload, frame_bytes_);
-      } else {
-        requests.push_back({info.position, rows[i], cache_.record(frame)});
-      }
-    }
-    if (!requests.empty()) late = requests.front();
-    if (log_ != nullptr && (!requests.empty() || misses > 0 || overwrite)) {
-      log_->reads().read(std::move(requests), frame_bytes_, [this] { compaction_.compact_some(); });
-    }
-    if (create) write_frozen_frames(frames, n);
-  } catch (...) {
-    release_unused(fresh, used);
-    // Undo: rows that were to be read are still in the log, and new rows are not stored.
-    for (size_t m = 0; m <= taken && m < places.size(); ++m) {
-      const uint32_t frame = frames[places[m]];
-      if (frame == kNoFrame) continue;
-      FrameInfo& info = cache_.info(frame);
-      if (info.position != kNoPosition) directory_->set(info.row, entry_of_position(info.position));
-      cache_.release(frame);
-      frames[places[m]] = kNoFrame;
-    }
-    unpin(frames, n);
-    throw;
-  }
-  for (const uint32_t i : places) {
-    if (is_stored(entries[i])) continue;
-    cache_.set_dirty(frames[i], true);
-    ++unwritten_.dirty;
-    directory_->set(rows[i], entry_of_frame(frames[i]));
-  }
-  if (fault_is("stale_read") && late.payload != nullptr) {
-    // Seeded bug for the exactness tests: a read returns the initial record.
-    initial_(late.id, frame_bytes_, late.payload);
-  }
-  if (overwrite) return;  // the rows were not read
-  stats_.misses += misses;
-  stats_.first_touches += places.size() - misses;
-  stats_.unique_rows += places.size();
 }
 
 void Store::erase(const int64_t* rows, size_t n, bool* wrote) {
@@ -594,6 +453,92 @@ void Store::apply(const MemoryPlan& plan) {
   } catch (...) {
     plan_ = before;
     throw;
+  }
+}
+
+// ---- Counts
+
+void Counts::make_room(size_t n) {
+  if (log_ == nullptr) return;
+  if (listed_.size() + n > room()) write();
+  if (listed_.empty() && listed_.capacity() > room()) listed_ = {};
+  listed_.reserve(room());
+}
+
+void Counts::list(int64_t row) {
+  if (log_ == nullptr) return;
+  listed_.push_back(row);
+  unwritten_->counts = listed_.size();
+}
+
+void Counts::raise(int64_t row, Entry before, int64_t now) {
+  directory_->set(row, raised_count(before, std::max(now, since_)));
+  list(row);
+}
+
+// Rows that were stored or deleted since they were listed have no count.
+void Counts::write() {
+  std::sort(listed_.begin(), listed_.end());
+  listed_.erase(std::unique(listed_.begin(), listed_.end()), listed_.end());
+  std::vector<int64_t> rows;
+  std::vector<Entry> counts;
+  const size_t most = std::min<size_t>(4096, room());
+  std::vector<Entry> entries(std::min(most, listed_.size()));
+  size_t written = 0;
+  try {
+    for (; written < listed_.size(); written += std::min(most, listed_.size() - written)) {
+      const size_t count = std::min(most, listed_.size() - written);
+      const int64_t* const listed = listed_.data() + written;
+      directory_->locate(listed, count, entries.data());
+      rows.clear();
+      counts.clear();
+      for (size_t i = 0; i < count; ++i) {
+        if (!is_count(entries[i]) || (listed[i] % 4 == 0 && fault_is("lost_count"))) continue;
+        rows.push_back(listed[i]);
+        counts.push_back(entries[i]);
+      }
+      log_->append_others(rows.data(), nullptr, counts.data(), rows.size());
+    }
+  } catch (...) {
+    listed_.erase(listed_.begin(), listed_.begin() + static_cast<ptrdiff_t>(written));
+    unwritten_->counts = listed_.size();
+    throw;
+  }
+  listed_.clear();
+  unwritten_->counts = 0;
+}
+
+void Counts::each(const std::function<void(int64_t row, Entry count)>& visit) const {
+  std::vector<int64_t> rows;
+  std::vector<Entry> entries;
+  for (size_t part = 0; part < directory_->num_parts() && directory_->counted_rows() > 0; ++part) {
+    rows.clear();
+    entries.clear();
+    directory_->part(part, &rows, &entries);
+    for (size_t i = 0; i < rows.size(); ++i) {
+      if (is_count(entries[i])) visit(rows[i], entries[i]);
+    }
+  }
+}
+
+uint64_t Counts::forget(int64_t before) {
+  since_ = std::max(since_, before);
+  if (fault_is("old_counts_stay")) return 0;
+  std::vector<int64_t> old;
+  const auto is_old = [this](Entry count) { return time_of_count(count) < since_; };
+  each([&](int64_t row, Entry count) {
+    if (is_old(count)) old.push_back(row);
+  });
+  for (const int64_t row : old) directory_->set(row, kAbsent);
+  return old.size();
+}
+
+void Counts::set(const int64_t* rows, const Entry* counts, size_t n) {
+  for (size_t i = 0; i < n; ++i) {
+    if (is_stored(directory_->find(rows[i]))) continue;
+    make_room(1);
+    directory_->set(rows[i], counts[i]);
+    list(rows[i]);
   }
 }
 

@@ -211,7 +211,7 @@ class Store {
     const Entry* entries;
     std::vector<uint32_t> places;  // indexes in `rows`
   };
-  void load(const Missing& missing, size_t n, bool create, bool overwrite, uint32_t* frames);
+  void load(Missing* missing, size_t n, bool create, bool overwrite, uint32_t* frames);
   void evict(uint32_t frame);
   void hold_staged(uint32_t frame);
   void write_frozen_frame(uint32_t frame);

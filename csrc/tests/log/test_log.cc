@@ -71,7 +71,7 @@ void check_readable(Log* log, const std::vector<Written>& records) {
       requests.push_back({records[i].position, records[i].id, place});
     }
   }
-  log->reads().read(requests, kPayload, nullptr);
+  log->reads().read(log->reads().plan(requests), kPayload, nullptr);
   for (size_t i = 0; i < records.size(); ++i) {
     const auto expected = payload_of(records[i].id, records[i].version);
     CHECK(std::memcmp(out.data() + i * kPayload, expected.data(), kPayload) == 0);

@@ -109,7 +109,7 @@ class LogParts {
         requests.push_back({position_of(entry), row, record});
       }
     }
-    log.reads().read(std::move(requests), kPayload, nullptr);
+    log.reads().read(log.reads().plan(std::move(requests)), kPayload, nullptr);
     i = 0;
     for (const auto& [row, times] : written) {
       if (found[i++] != record_of(row)) fail(__FILE__, __LINE__, "row " + std::to_string(row) + " is lost");

@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <map>
 #include <memory>
+#include <random>
 #include <vector>
 
 #include "base/failpoints.h"
@@ -45,6 +47,20 @@ struct StoreParts {
     }
   }
   int64_t value(uint32_t frame) const { return reinterpret_cast<const int64_t*>(store->cache().record(frame))[0]; }
+  // Compares the live records of each segment with the positions that the directory and clean frames have.
+  void check_live(int64_t num_rows) const {
+    std::map<uint64_t, uint64_t> live;
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const Entry entry = directory->find(row);
+      const uint64_t position = is_frame(entry) ? store->cache().info(frame_of(entry)).position : position_of(entry);
+      if (position != kNoPosition) ++live[position / log->slots_per_segment()];
+    }
+    for (const auto& [id, segment] : log->segments()) {
+      CHECK_EQ(segment->live, live[id]);
+      live.erase(id);
+    }
+    CHECK(live.empty());
+  }
   // Compares the placement with the directory.
   void check_placement(const Batch& batch) const {
     const Batch::Placement& placement = batch.placement();
@@ -103,6 +119,52 @@ TEST(store_appends_the_victims_of_a_load_by_cell) {
   }
   CHECK_EQ(cell_of(0, 16), uint64_t{0});
   CHECK_EQ(cell_of(1, 16), uint64_t{4});
+}
+
+// A load in groups: one is read while the next one gets its frames, and compaction moves the records of those that
+// wait. In some loads an eviction or the compaction fails, in one of the groups.
+TEST(store_load_in_groups_reads_the_newest_records) {
+  constexpr int64_t kRows = 12'000;
+  constexpr size_t kLoaded = 1900, kFrames = 2000;
+  StoreParts parts(kFrames);
+  Store& store = *parts.store;
+  parts.write(range(0, kRows));
+  std::vector<int64_t> order = range(0, kRows), value = range(0, kRows);
+  std::vector<uint32_t> frames(kLoaded);
+  std::mt19937 random(7);
+  const std::vector<std::pair<const char*, uint64_t>> failures = {
+      {"evict", 1}, {"evict", 512}, {"evict", 513}, {"evict", 1025}, {"compact.read", 1}, {"compact.moved", 1}};
+  size_t failed = 0;
+  for (size_t step = 0; step < 90; ++step) {
+    std::shuffle(order.begin(), order.end(), random);
+    const bool is_update = step % 3 > 0;  // two updates make all frames dirty
+    // Most rows never change, so that the oldest segments stay full, and compaction takes later ones.
+    if (is_update) std::partition(order.begin(), order.end(), [&](int64_t row) { return row >= kRows * 2 / 3; });
+    if (!is_update && step / 3 < failures.size()) {
+      arm_failpoint(failures[step / 3].first, failures[step / 3].second, FailpointAction::kError, 0);
+      try {
+        store.pin(order.data(), kLoaded, false, frames.data());
+        store.unpin(frames.data(), kLoaded);
+      } catch (const Error&) {
+        ++failed;
+      }
+      disarm_failpoints();
+      for (uint32_t frame = 0; frame < kFrames; ++frame) CHECK_EQ(int{store.cache().info(frame).pinned}, 0);
+      parts.check_live(kRows);
+    }
+    store.pin(order.data(), kLoaded, is_update, frames.data());
+    for (size_t i = 0; i < kLoaded; ++i) {
+      const int64_t row = order[i];
+      CHECK_EQ(parts.value(frames[i]), value[row]);
+      CHECK_EQ(parts.directory->find(row), entry_of_frame(frames[i]));
+      if (is_update) reinterpret_cast<int64_t*>(store.cache().record(frames[i]))[0] = value[row] += kRows;
+    }
+    if (is_update) store.mark_dirty(frames.data(), kLoaded);
+    store.unpin(frames.data(), kLoaded);
+    parts.check_live(kRows);
+  }
+  CHECK_EQ(failed, failures.size());
+  CHECK(store.compactor().records_moved() > 500);
 }
 
 // A record that cannot be appended: rows that were to be evicted stay, and no frame is lost or pinned.
