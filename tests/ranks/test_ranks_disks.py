@@ -1,8 +1,9 @@
-"""Ranks on hosts without a shared disk: each host has another directory at the path of the table."""
+"""Ranks on hosts without a shared disk: each host has another directory at the path of the table or run."""
 
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import bunkbed as bb
 import bunkbed.torch as bt
 from bunkbed import _native
 from bunkbed.files.run_files import RunFiles
+from bunkbed.torch.ranks.copies import Copies
 from bunkbed.torch.ranks.table import DistributedTable
 from rank_processes import message_of, spawn, use_own_disk, why_no_own_disks
 
@@ -47,6 +49,9 @@ class Disks:
 
     def manifests(self, host: int) -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in (self.disk(host) / "rows").glob("run-*")}
+
+    def dense(self, host: int) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in (self.disk(host) / "rows" / "files").iterdir()}
 
     def merge(self) -> Path:
         """Put the shards of all hosts into a copy of the directory of rank 0's, as a user would to read the table."""
@@ -301,20 +306,11 @@ def test_a_new_table_of_rank_0_does_not_replace_shards(tmp_path: Path) -> None:
     assert disks.shards(1) == ["shard-0001"]
 
 
-def _opens_run(rank: int, disks: Disks) -> str:
-    return message_of(lambda: bt.open_run(disks.rows))
-
-
 def test_a_table_of_one_process_stays(tmp_path: Path) -> None:
     disks = Disks(tmp_path, [0, 1])
     bb.create(disks.disk(1) / "rows", dim=DIM, num_rows=ROWS, optimizer=bb.Adam()).close()
     for message in _refused(disks):
         assert "on its host is a table of one process" in message
-
-
-def test_a_run_needs_one_disk(tmp_path: Path) -> None:
-    for message in Disks(tmp_path, [0, 1]).spawn(_opens_run):
-        assert "the ranks of a run must share it" in message
 
 
 def _locks(rank: int, disks: Disks) -> str:
@@ -350,3 +346,221 @@ def test_a_table_of_ranks_is_not_opened_beside_them(tmp_path: Path) -> None:
     for rank, (message, reading) in enumerate(Disks(tmp_path / "apart", [0, 1]).spawn(_opens_again)):
         assert "as a table that several processes train" in message
         assert f"shard-000{1 - rank}" in reading  # a host has its own shards alone
+
+
+# ---- A run, which has dense files too
+
+CREATE = {"dim": DIM, "num_rows": ROWS, "optimizer": bb.Adam(lr=0.1), "init": bb.Normal(std=1.0), "seed": 3}
+#: Bytes of the dense files: several pieces, one, and none.
+SIZES = {"large": (5 << 19) + 1, "small": 5, "empty": 0}
+
+
+def _dense(step: int) -> dict[str, bytes]:
+    return {name: bytes([step]) * size for name, size in SIZES.items()}
+
+
+def _open_in_run(disks: Disks, **more: Any) -> tuple[bb.Run, DistributedTable]:
+    run = bt.open_run(disks.rows, ram="64MiB")
+    table = run.table("user", create={**CREATE, **more})
+    assert isinstance(table, DistributedTable)
+    return run, table
+
+
+def _require_alike(disks: Disks) -> None:
+    """Check that every disk has the manifests and dense files of rank 0's, and no other ones."""
+    for host in disks.hosts:
+        assert disks.manifests(host) == disks.manifests(disks.hosts[0])
+        assert disks.dense(host) == disks.dense(disks.hosts[0])
+        assert not list((disks.disk(host) / "rows").glob("new-run-table-*"))
+
+
+def _trains_run(rank: int, disks: Disks, more: dict[str, Any]) -> list[Any]:
+    run, table = _open_in_run(disks, **more)
+    _train(table, 2)
+    files = _dense(table.step) if rank == 0 else {"small": b"of another rank"}  # those of rank 0 count
+    run.commit(files=files, meta={"step": table.step})
+    found = [run.read(name) == _dense(table.step)[name] for name in SIZES]
+    _train(table, STEPS - 2)
+    pending = run.begin_commit(files={"small": b"later"}, meta={"step": table.step})
+    rows = table.get(EVERY).copy()
+    _train(table)  # no part of the commit
+    pending.wait()
+    found += [run.read("small") == b"later", run.read("large") == _dense(table.step - STEPS + 1)["large"]]
+    run.rewind(run.epoch)
+    found += [bool((table.get(EVERY) == rows).all()), run.meta == {"step": table.step}]
+    run.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("hosts", "more"), [([0, 1], {}), ([0, 1, 1, 2], {}), ([0, 1, 0, 1], {}), ([0, 1], {"shards": 3})]
+)
+def test_a_run_has_the_bits_of_one_process(hosts: list[int], more: dict[str, Any], tmp_path: Path) -> None:
+    disks = Disks(tmp_path, hosts)
+    for turn in (1, 2):
+        for found in disks.spawn(_trains_run, more):
+            assert all(found), found
+        _require_alike(disks)
+        with bb.Run(disks.merge(), mode="r") as run:
+            assert run.meta == {"step": turn * STEPS} and run.read("small") == b"later"
+            table = run.table("user")
+            assert table.step == turn * STEPS
+            assert (table.get(EVERY) == _alone(len(hosts), turn * STEPS)).all()
+
+
+def _receives_late(rank: int, disks: Disks) -> bool:
+    share = Copies.share
+
+    def late(self: Copies, contents: dict[str, bytes]) -> dict[str, bytes]:
+        received = share(self, contents)
+        time.sleep(0.3 * rank)
+        return received
+
+    Copies.share = late  # type: ignore[method-assign, assignment]
+    run, table = _open_in_run(disks)
+    _train(table)
+    run.commit(files=_dense(1))
+    found = run.read("large") == _dense(1)["large"]
+    run.close()
+    return found
+
+
+def test_a_commit_waits_for_the_copies(tmp_path: Path) -> None:
+    assert Disks(tmp_path, [0, 1]).spawn(_receives_late) == [True, True]
+
+
+def _keeps_run(rank: int, disks: Disks) -> list[Any]:
+    run, table = _open_in_run(disks)
+    facts: list[Any] = []
+
+    def say() -> None:
+        dist.barrier()
+        names = sorted(path.name for path in disks.rows.glob("run-*"))
+        facts.append((run.epoch, run.snapshots(), run.meta, names, len(list((disks.rows / "files").iterdir()))))
+        dist.barrier()
+
+    for step in range(1, 6):
+        _train(table)
+        run.commit(files={"small": bytes([step])}, meta={"step": step}, keep="one" if step == 1 else None)
+    say()
+    run.rewind("one")
+    assert run.read("small") == bytes([1]) and table.step == 1
+    say()
+    if rank == 1:
+        run.drop("one")
+    say()
+    run.commit(meta={"step": 1})
+    run.commit(files={"small": b"new"}, meta={"step": 1})
+    run.commit(meta={"step": 1})
+    say()
+    run.close()
+    return facts
+
+
+def test_dense_files_of_kept_commits_are_on_every_disk(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, [0, 1])
+    first, other = disks.spawn(_keeps_run)
+    assert first == other
+    assert [num_files for *_, num_files in first] == [3, 2, 2, 1]
+    _require_alike(disks)
+    disks.merge()
+
+
+def _dies_in_run(rank: int, disks: Disks, dying: int, point: str, commits: int) -> dict[str, Any]:
+    run, table = _open_in_run(disks)
+    for step in range(1, commits + 1):
+        _train(table)
+        run.commit(files=_dense(step), meta={"step": step})
+    _train(table)
+    if rank == dying:
+        _native.arm_failpoint(point, 1, "die")
+    dist.barrier()
+    return {"message": message_of(lambda: run.commit(files=_dense(commits + 1), meta={"step": commits + 1}))}
+
+
+def _goes_on_with_run(rank: int, disks: Disks) -> tuple[int, Any, list[bytes]]:
+    run, table = _open_in_run(disks)
+    found = table.step, run.meta, [run.read(name) for name in run.files]
+    _train(table)
+    run.commit(files={"small": b"went on"}, meta={"step": table.step})
+    run.close()
+    return found
+
+
+@pytest.mark.parametrize("commits", [0, 1])
+@pytest.mark.parametrize(
+    ("dying", "point"),
+    [
+        *((0, point) for point in ("commit.begin", "commit.published", "run.tables", "run.files", "run.published")),
+        *((1, point) for point in ("commit.begin", "commit.published", "run.files", "run.published")),
+    ],
+)
+def test_a_rank_is_killed_in_a_commit_of_a_run(dying: int, point: str, commits: int, tmp_path: Path) -> None:
+    disks = Disks(tmp_path, [0, 1])
+    survivor = next(one for one in disks.spawn(_dies_in_run, dying, point, commits, dying=dying) if one is not None)
+    first, other = disks.spawn(_goes_on_with_run)
+    step, meta, contents = first
+    assert first == other and step in (commits, commits + 1)
+    assert step == commits + 1 or (point != "run.published" and survivor["message"] != "no error")
+    assert (meta, contents) == (({"step": step}, [_dense(step)[name] for name in sorted(SIZES)]) if step else ({}, []))
+    _require_alike(disks)
+    with bb.Run(disks.merge(), mode="r") as run:
+        assert (run.table("user").get(EVERY) == _alone(2, step + 1)).all() and run.read("small") == b"went on"
+
+
+def _fails_in_run(rank: int, disks: Disks) -> list[Any]:
+    run, table = _open_in_run(disks)
+    _train(table)
+    if rank == 1:
+        _native.arm_failpoint("run.files", 1, "error")
+    failed = message_of(lambda: run.commit(files=_dense(1), meta={"step": 1}))
+    _train(table)
+    run.commit(files={"small": b"second"})  # the files and meta of the failed commit are owed
+    found = [failed, run.epoch, run.meta, run.read("small"), run.read("large") == _dense(1)["large"]]
+    run.close()
+    return found
+
+
+def test_a_copy_that_fails_fails_the_commit(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, [0, 1])
+    for failed, *found in disks.spawn(_fails_in_run):
+        assert "run.files" in failed
+        assert found == [1, {"step": 1}, b"second", True]
+    _require_alike(disks)
+
+
+def test_a_copy_that_is_lost_comes_again(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, [0, 1])
+    disks.spawn(_goes_on_with_run)
+    disks.spawn(_goes_on_with_run)
+    whole = disks.dense(0)
+    assert len(whole) == 2 and whole == disks.dense(1)
+    one, other = (disks.disk(1) / "rows" / "files" / name for name in sorted(whole))
+    one.unlink()
+    other.write_bytes(b"damaged")
+    disks.spawn(_opens_run)
+    assert disks.dense(0) == disks.dense(1) == whole
+    # Of a file that is damaged on rank 0's disk there is nothing to copy.
+    (disks.disk(0) / "rows" / "files" / other.name).write_bytes(b"damaged")
+    other.unlink()
+    for message, is_there in zip(disks.spawn(_opens_run), ("fails its checksum", "is missing"), strict=True):
+        assert is_there in message
+    assert one.read_bytes() == whole[one.name] and not other.exists()
+
+
+def _opens_run(rank: int, disks: Disks) -> str:
+    run, _ = _open_in_run(disks)
+    found = message_of(lambda: run.read("small"))
+    run.close()
+    return found
+
+
+def _opens_run_of_a_command(rank: int, disks: Disks) -> str:
+    return message_of(lambda: bt.open_run(disks.rows, _one_disk=True))
+
+
+def test_a_run_of_bunkbed_train_needs_one_disk(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, [0, 1])
+    for message in disks.spawn(_opens_run_of_a_command):
+        assert "rank 1 does not see the directory that rank 0 has" in message
+        assert "the ranks of this run must share it" in message

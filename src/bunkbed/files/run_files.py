@@ -524,14 +524,21 @@ class RunFiles:
             _native.remove_file(str(self.manifest_path(epoch)))
         if dropped:
             sync_directory(self.directory)
-        wanted = set().union(*(commits[epoch].files for epoch in remaining))
-        for number, path in self.dense_files():
-            if number not in wanted:
-                _native.remove_file(str(path))
+        self.remove_unnamed_files()
         return (
             _epochs_of_tables(commits[epoch] for epoch in remaining),
             _epochs_of_tables(commits[epoch] for epoch in kept),
         )
+
+    def remove_unnamed_files(self) -> None:
+        """Remove the dense files that no commit names. If a manifest is damaged, its names are unknown: remove none."""
+        try:
+            wanted = set().union(*(self.named(epoch).files for epoch in self.epochs()))
+        except BunkbedError:
+            return
+        for number, path in self.dense_files():
+            if number not in wanted:
+                _native.remove_file(str(path))
 
     def dense_files(self) -> list[tuple[int, Path]]:
         """Return (number, path) of the existing dense files, ascending."""

@@ -19,6 +19,7 @@ def open_run(
     *,
     process_group: ProcessGroup = None,
     gradients: Literal["mean", "sum"] = "mean",
+    _one_disk: bool = False,
 ) -> Run:
     """Open or make a run for writing, from one process or from all processes of a process group.
 
@@ -28,7 +29,8 @@ def open_run(
     run later.
 
     Args:
-        path: the run's directory, which all processes must see.
+        path: the run's directory. On a host that does not share the disk of the first process, a directory of this path
+            has the rows of the processes there, and copies of the dense files (docs/processes.md).
         ram: hard budget of all tables in all processes of this host; default 1 GiB.
         process_group: the processes that share the run; default: all.
         gradients: how gradients of the processes are joined: ``"mean"``, as under DDP, or ``"sum"``.
@@ -48,4 +50,4 @@ def open_run(
     sharing = Sharing(process_group=process_group, gradients=gradients)
     sharing.require_valid("open_run")
     ranks = sharing.ranks("open_run")
-    return Run(path, ram) if ranks is None else RankRun(resolve(path), ram, ranks, gradients)
+    return Run(path, ram) if ranks is None else RankRun(resolve(path), ram, ranks, gradients, one_disk=_one_disk)

@@ -245,7 +245,7 @@ def _start(
     existed = folder.exists()
     run: Run | None = None
     try:
-        run = open_run(folder, ram=config.table_ram_bytes)
+        run = open_run(folder, ram=config.table_ram_bytes, _one_disk=True)
         team.first("storing the interactions", store)
         data = read[0] if read else (open_dataset if config.stream else load_dataset)(folder / DATA_NAME)
         if config.stream and not console.is_terminal:
@@ -391,7 +391,7 @@ def _go_on(session: Session, folder: Path, config: TrainConfig, changes: Json) -
         if not (folder / DATA_NAME / ABOUT_NAME).exists():
             add_features(folder, read_config(folder), config, console)
 
-    run = open_run(folder, ram=config.table_ram_bytes)
+    run = open_run(folder, ram=config.table_ram_bytes, _one_disk=True)
     try:
         team.first("removing what a killed --more or --refit left", remove_leftovers)
         if config.refit:

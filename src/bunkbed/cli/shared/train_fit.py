@@ -136,7 +136,7 @@ def fit_again(session: Session, first: Trained) -> Trained:
     with held:
         part = Path(team.first("preparing the training on all pairs", begin))
         config = TrainConfig.of_run(read_config(part)["train"])
-        run = open_run(part, ram=config.table_ram_bytes)
+        run = open_run(part, ram=config.table_ram_bytes, _one_disk=True)
         try:
             trainer = Trainer(config, data, run, begin=refit.chosen_progress(part))
         except BaseException:

@@ -83,7 +83,8 @@ class FileEpochs:
     """The commits of a directory of tables. Each is one manifest.
 
     Attributes:
-        contents: on rank 0: dense files that the next commit holds; removed once they are committed.
+        contents: dense files that the next commit holds, on rank 0 and on ranks that keep copies of them; removed once
+            they are committed.
     """
 
     def __init__(self, files: RankFiles) -> None:
@@ -112,7 +113,14 @@ class FileEpochs:
                 table.plain_core.require_disk_to_keep(keep)
         started = {name: table.begin_commit_in_run() for name, table in files.shards.items()}
         steps = {table: sorted({files.shards[name].step for name in own}) for table, own in files.tables.items()}
-        return lambda: {"epochs": wait_for_all(started), "steps": steps}
+
+        def make_durable() -> Json:
+            if files.copies.is_kept:  # under the numbers that they will have on rank 0's disk
+                files.folder.write_files(self.contents, files.manifest)
+                _native.failpoint("run.files")
+            return {"epochs": wait_for_all(started), "steps": steps}
+
+        return make_durable
 
     def commit(self, said: list[Json], meta: Json | None, keep: str) -> Json:
         """See `Epochs`."""
@@ -227,7 +235,11 @@ class FileEpochs:
         files = self._files
         self.state = State(**outcome["state"])
         files.manifest = decode(outcome["manifest"].encode(), files.folder.manifest_path(self.state.epoch))
-        files.copy_commits({str(self.state.epoch): outcome["manifest"]}, outcome["remaining"])
+        if files.copies.is_kept:
+            files.copies.update({str(self.state.epoch): outcome["manifest"]}, outcome["remaining"])
+            self.contents = {}
+            with contextlib.suppress(OSError):  # the next commit tries the removals again
+                files.copies.remove_unnamed(files.manifest.tables)
         for name in files.manifest.sharded:
             files.shardings.pop(name, None)
 

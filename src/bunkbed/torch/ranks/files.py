@@ -22,7 +22,7 @@ import shutil
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,14 +39,13 @@ from bunkbed.sharded.base.shards import Shards, of_each
 from bunkbed.table import opening
 from bunkbed.table.definition import Definition
 from bunkbed.table.table import Table
+from bunkbed.torch.ranks.copies import Copies
 from bunkbed.torch.ranks.group import Ranks
 from bunkbed.torch.ranks.plan import shards_of_rank
 
 log = logging.getLogger("bunkbed.torch")
 
 _OPENING = "opening a table"
-#: For bytes in text: a manifest may be damaged.
-_BYTES = "surrogateescape"
 #: The part of a `Budget` of one host that this process may use, by the budget.
 _parts: weakref.WeakKeyDictionary[Budget, Budget] = weakref.WeakKeyDictionary()
 _parts_lock = threading.Lock()
@@ -85,6 +84,7 @@ class RankFiles:
     Attributes:
         folder: its files.
         manifest: the last commit; `FileEpochs` keeps it up to date.
+        copies: of the manifests and dense files, on hosts that do not share rank 0's disk.
         shards: this rank's shards, by name.
         tables: the names of this rank's shards, by table; "" is the table of a directory of one.
         shardings: the records of tables that were made after the last commit, by name.
@@ -101,9 +101,8 @@ class RankFiles:
         self.manifest = RunManifest()
         self._ranks = ranks
         self._lock: int | None = None
-        self._disks = 1
+        self.copies = Copies(self.folder, ranks)
         self._is_apart = False  # whether this rank is on another disk than rank 0
-        self._is_keeper = False  # whether this rank keeps the copies of rank 0's manifests on its disk
         self._made: list[Path] = []
 
     # ---- A directory of one table
@@ -154,7 +153,7 @@ class RankFiles:
                 if files._is_apart:  # rank 0 may have published the manifest and fail then: `undo` could not see that
                     files._made.clear()
                 first = ranks.gather(_OPENING, lambda: files._publish_first(made))[0]
-                ranks.gather(_OPENING, lambda: files.copy_commits(first, map(int, first)))
+                ranks.gather(_OPENING, lambda: files.copies.update(first, map(int, first)))
                 files.manifest = files.folder.load_newest()
         except BaseException:
             files.undo()
@@ -198,7 +197,7 @@ class RankFiles:
         mark_new(self.folder, uuids)
         self.folder.publish(RunManifest(tables=dict.fromkeys(uuids, 0), sharding=made))
         forget_marks(self.folder, set(uuids))
-        return self._commits()
+        return self.copies.commits()
 
     # ---- A directory of a run
 
@@ -269,13 +268,14 @@ class RankFiles:
         waiting = self._without(first["mark"], range(self._ranks.world))
         self._is_apart = self._ranks.rank in waiting
         if waiting:
-            commits = self._ranks.gather(_OPENING, lambda: self._commits() if self._ranks.is_first else {})[0]
+            commits = self._ranks.gather(_OPENING, lambda: self.copies.commits() if self._ranks.is_first else {})[0]
             while waiting:  # for a rank on their own disk to take its lock
                 keeper = waiting[0]
-                self._disks += 1
                 said = self._ranks.gather(_OPENING, partial(self._enter_other, commits, one_disk, keeper))
+                self.copies.keepers.append(keeper)
                 waiting = self._without(said[keeper], waiting)
-            self._ranks.gather(_OPENING, lambda: self.copy_commits(commits, map(int, commits)))
+            self._ranks.gather(_OPENING, lambda: self.copies.update(commits, map(int, commits)))
+            self.copies.fetch_files()
         self._ranks.gather(_OPENING, lambda: self._enter(first))
 
     def _without(self, mark: str, ranks: Sequence[int]) -> list[int]:
@@ -307,11 +307,6 @@ class RankFiles:
         _native.make_directories(str(self.folder.files))
         _native.make_directories(str(self.place / "tables"))
 
-    def _commits(self) -> dict[str, str]:
-        """Return the text of each manifest, also of a damaged one, by epoch."""
-        paths = {epoch: self.folder.manifest_path(epoch) for epoch in self.folder.epochs()}
-        return {str(epoch): path.read_bytes().decode(errors=_BYTES) for epoch, path in paths.items()}
-
     def _enter_other(self, commits: Mapping[str, str], one_disk: bool, keeper: int) -> str:
         """On rank `keeper`: take the lock of the directory on another disk than rank 0's; return its mark."""
         rank, place, newest = self._ranks.rank, self.place, max(map(int, commits), default=None)
@@ -320,11 +315,11 @@ class RankFiles:
         if one_disk or not (newest is None or place.is_dir()):
             raise FileNotFoundError(
                 f"rank {rank} does not see the directory that rank 0 has at {place}"
-                + ("; the ranks of a run must share it" if one_disk else ", and its host has no directory there")
+                + ("; the ranks of this run must share it" if one_disk else ", and its host has no directory there")
             )
         if newest is None and opening.is_table(place):
             raise FormatError(f"rank {rank}: {place} on its host is a table of one process; move it away")
-        own = self._commits()
+        own = self.copies.commits()
         wrong = [epoch for epoch, text in own.items() if commits.get(epoch, text) != text]
         wrong += [epoch for epoch in own if newest is None or int(epoch) > newest]
         if wrong:
@@ -337,7 +332,6 @@ class RankFiles:
             self._make_directories()
         mark = uuid.uuid4().hex
         self._lock = self.folder.lock(mark)
-        self._is_keeper = True
         log.warning(
             "bunkbed: rank %d has another disk than rank 0: %s on its host has the shards of the ranks there",
             rank,
@@ -345,20 +339,10 @@ class RankFiles:
         )
         return mark
 
-    def copy_commits(self, commits: Mapping[str, str], remaining: Iterable[int]) -> None:
-        """Where this rank keeps copies of rank 0's manifests: add these texts, remove all but the remaining ones."""
-        if not self._is_keeper:
-            return
-        present = set(self.folder.epochs())
-        for epoch, text in commits.items():
-            if int(epoch) not in present:
-                self.folder.publish_bytes(int(epoch), text.encode(errors=_BYTES))
-        for old in present - set(remaining):
-            _native.remove_file(str(self.folder.manifest_path(old)))
-
     def _enter(self, first: Json) -> None:
         if first["epoch"] is not None:
             self.manifest = self.folder.load(first["epoch"])
+            self.copies.remove_unnamed(self.manifest.tables)
         self.pins = {
             name: (set(first["named"].get(name, ())), set(first["kept"].get(name, ()))) for name in self.manifest.tables
         }
@@ -389,7 +373,7 @@ class RankFiles:
             else:
                 path = self.folder.table_path(name)
                 if not opening.is_table(path):
-                    other = "" if self._disks == 1 else ", or start the hosts in the order of the last time"
+                    other = ", or start the hosts in the order of the last time" if self.copies.keepers else ""
                     raise FileNotFoundError(
                         f"{self.folder.label}: {path} has no table; put the files of {name} back{other}"
                     )

@@ -48,6 +48,8 @@ _GRACE = datetime.timedelta(seconds=2)
 #: The timeout of a group whose backend does not tell its own.
 _TIMEOUT = datetime.timedelta(minutes=10)
 _ROOM = 1 << 16
+#: Bytes of a piece of `Ranks.send`.
+_PIECE = 1 << 20
 #: Seconds between looks at whether rank 0 is ready.
 _POLL_S = 0.02
 #: int64 words of a header: kind, number, facts, 1 with an error, bytes of the payload, bytes of the largest message.
@@ -219,6 +221,21 @@ class Ranks:
         """Return the one-dimensional arrays of all ranks, of one dtype, as one array, in their order. Collective."""
         parts = self.swap(MEET.of(what), [[np.ascontiguousarray(part)]] * self.world)
         return np.concatenate([one.view(part.dtype) for one in parts])
+
+    def send(self, what: str, data: bytes, receivers: Sequence[int]) -> bytes:
+        """Send bytes of rank 0 to some ranks, in pieces; return them there, and nothing on the others. Collective.
+
+        Args:
+            what: what the ranks do, for messages.
+            data: on rank 0, what is sent.
+            receivers: equal on all ranks, and without rank 0.
+        """
+        kind, size = MEET.of(what), self.gather(what, lambda: len(data) if self.is_first else 0)[0]
+        whole, received = np.frombuffer(data if self.is_first else b"", np.uint8), bytearray()
+        for at in range(0, size, _PIECE):
+            piece = whole[at : at + _PIECE]
+            received += self.swap(kind, [[piece] if rank in receivers else [] for rank in range(self.world)])[0].data
+        return bytes(received) if self.rank in receivers else b""
 
     def fail(self, kind: Kind, error: Exception) -> NoReturn:
         """Tell all ranks of an error of this rank in place of an exchange; raises it."""

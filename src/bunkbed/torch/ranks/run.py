@@ -32,12 +32,22 @@ class RankRun(Run):
     `begin_commit`, `rewind` and `close` with a commit are collective: every rank calls them, with equal arguments.
     The dense files of a commit are those that rank 0 gives. A table has a shard for each rank, or ``shards=`` of
     `create`.
+
+    Args:
+        one_disk: whether every rank must see the directory of rank 0.
     """
 
     def __init__(
-        self, path: Path, ram: float | str | Budget | None, ranks: Ranks, gradients: Literal["mean", "sum"]
+        self,
+        path: Path,
+        ram: float | str | Budget | None,
+        ranks: Ranks,
+        gradients: Literal["mean", "sum"],
+        *,
+        one_disk: bool,
     ) -> None:
         self.ranks = ranks
+        self._one_disk = one_disk
         self.sums_gradients = gradients == "sum"
         self._pending: PendingRanks | None = None
         self._number = 0  # commits so far
@@ -50,7 +60,7 @@ class RankRun(Run):
         files = RankFiles(self.path, self.ranks, "run")
         self._rank_files = files
         try:
-            files.enter(self._require_ours, one_disk=True)
+            files.enter(self._require_ours, one_disk=self._one_disk)
         except BaseException:
             files.undo()
             raise
@@ -112,14 +122,19 @@ class RankRun(Run):
         def begin() -> list[object]:
             contents, facts = self._begin(files, meta, keep)
             if self.ranks.is_first:
-                self._epochs.contents = contents
+                given.update(contents)
             return [facts, keep]
 
         before = self._owed
+        given: dict[str, bytes] = {}
         try:
             said = self.ranks.gather(_COMMIT, begin)
             if any(one != said[0] for one in said):
                 raise RanksError(f"{self.folder.label}: the ranks commit with different meta or keep: {said}")
+            self._epochs.contents = self._rank_files.copies.share(given)
+            if self._rank_files.copies.keepers:
+                # A rank's thread begins the commit once any rank has asked for it: all have the files before that.
+                self.ranks.gather(_COMMIT, dict)
         except BaseException:
             self._owed = before
             raise
