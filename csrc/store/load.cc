@@ -103,7 +103,8 @@ void Store::load(Missing* missing, size_t n, bool create, bool overwrite, uint32
       !overwrite && std::any_of(places.begin(), places.end(), [&](uint32_t i) { return is_stored(entries[i]); });
   const size_t group = reads ? std::clamp(places.size() / kGroups, kLeastGroup, kFramesAtOnce) : kFramesAtOnce;
   if (reads && places.size() > group) {
-    std::stable_sort(places.begin(), places.end(), [&](uint32_t a, uint32_t b) { return entries[a] < entries[b]; });
+    std::sort(places.begin(), places.end(),
+              [&](uint32_t a, uint32_t b) { return entries[a] != entries[b] ? entries[a] < entries[b] : a < b; });
   }
   ReadRequest late{0, 0, nullptr};  // for the seeded bug below
   size_t taken = 0;                 // places that have frames
