@@ -2,8 +2,9 @@
 
 ``torchrun --nproc-per-node=2 -m benchmarks.cases.ranks`` prints, for the same ids in turns: *local*, a table of each
 process's own (``placement="local"``); *shared*, one table over all; *ahead*, the same with `lookahead`, which exchanges
-the ids of a batch while the model works on the one before. A step is forward, backward and `Optimizer.step`; nothing
-else runs in it, so no work of a model hides an exchange.
+the ids of a batch while the model works on the one before. A step is forward, backward and `Optimizer.step`;
+with ``--work N`` also a product of two N x N matrices between forward and backward, as a model's work, which can hide
+an exchange.
 
 ``--tables 26`` looks up as many tables in an `EmbeddingCollection`. ``--ram 64MiB --rows 2000000 --dir DIR`` gives the
 tables files, and compares *ahead* with *one*: one process with the same RAM that trains the batches of all ranks.
@@ -42,14 +43,18 @@ class _Trained:
         batches: (step, rank) -> the ids of each table.
         ahead: whether the loop uses `lookahead`.
         ranks: whose batches this process trains in a step.
+        work: width of the square matrices that are multiplied in a step; 0: none.
     """
 
-    def __init__(self, name: str, model: EmbeddingCollection, batches: Batches, *, ahead: bool, ranks: range) -> None:
+    def __init__(
+        self, name: str, model: EmbeddingCollection, batches: Batches, *, ahead: bool, ranks: range, work: int
+    ) -> None:
         self.name = name
         self.times: list[float] = []
         self.exchanges = 0.0
         self._model, self._batches, self._is_ahead, self._ranks = model, batches, ahead, ranks
         self._optimizer = Optimizer(model)
+        self._work = torch.ones(work, work)
         self._at = 0
 
     def _loop(self, steps: int) -> Iterator[list[dict[str, torch.Tensor]]]:
@@ -80,6 +85,7 @@ class _Trained:
         for inputs_of_ranks in loop:
             for inputs in inputs_of_ranks:
                 rows = self._model(inputs)
+                torch.mm(self._work, self._work)
                 torch.autograd.backward(list(rows.values()), [torch.ones_like(one) for one in rows.values()])
             self._optimizer.step()
             self._optimizer.zero_grad()
@@ -124,7 +130,7 @@ def _ways(arguments: Namespace, folder: Path | None) -> list[_Trained]:
         return EmbeddingCollection(layers)
 
     def way(name: str, *, ahead: bool = False, ranks: range = range(rank, rank + 1), **where: Any) -> _Trained:
-        return _Trained(name, model(name, **where), batches, ahead=ahead, ranks=ranks)
+        return _Trained(name, model(name, **where), batches, ahead=ahead, ranks=ranks, work=arguments.work)
 
     if folder is not None:
         first = [way("one", placement="local", ahead=True, ranks=range(world))] if rank == 0 else []
@@ -139,6 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ids", type=int, default=8192, help="ids of a rank's batch, for each table")
     parser.add_argument("--rows", type=int, default=300_000, help="rows of a table")
     parser.add_argument("--ram", help="budget of a table with files, in --dir; without it tables are in RAM")
+    parser.add_argument("--work", type=int, default=0, help="width of two square matrices that a step multiplies")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40, help="steps of a round")
     arguments = parser.parse_args(argv)
@@ -183,6 +190,12 @@ def _compare(ways: list[_Trained], arguments: Namespace) -> None:
         print(
             f"{way.name:7} {middle * 1e3:7.2f} ms a step ({low * 1e3:.2f} to {high * 1e3:.2f}, 80 %), "
             f"{middle / first_s:5.2f} of {ways[0].name}, {way.exchanges:.2f} all-to-alls a step"
+        )
+    if len(ways) == 3:
+        local, shared, ahead = (statistics.median(way.times) for way in ways)
+        print(
+            f"sharing adds {(shared - local) * 1e3:.2f} ms to a step; lookahead hides "
+            f"{(shared - ahead) / (shared - local):.0%} of it"
         )
 
 
