@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ from bunkbed import _native
 from bunkbed.files.run_files import RunFiles
 from bunkbed.torch.ranks.copies import Copies
 from bunkbed.torch.ranks.table import DistributedTable
-from rank_processes import message_of, spawn, use_own_disk, why_no_own_disks
+from rank_disks import Disks
+from rank_processes import message_of, why_no_own_disks
 
 WHY_NOT = why_no_own_disks()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=f"no folder can be mounted: {WHY_NOT}")
@@ -27,46 +27,6 @@ ROWS, DIM, STEPS = 500, 8, 4
 EVERY = np.arange(ROWS)
 #: Failpoints of a commit, in its order: of the shards of a rank, and of a manifest or its copy.
 POINTS = ("commit.begin", "commit.flushed", "commit.sealed", "manifest.linked", "commit.published", "run.published")
-
-
-class Disks:
-    """The disks of some hosts, and the host of each rank."""
-
-    def __init__(self, root: Path, hosts: list[int]) -> None:
-        self.root, self.hosts = root, hosts
-        self.rows = root / "mounted" / "rows"
-        for folder in (*map(self.disk, hosts), self.rows.parent):
-            folder.mkdir(parents=True, exist_ok=True)
-
-    def disk(self, host: int) -> Path:
-        return self.root / f"disk-{host}"
-
-    def spawn(self, worker: Callable[..., Any], *arguments: Any, dying: int | None = None) -> list[Any]:
-        return spawn(len(self.hosts), _with_own_disk, self, worker, *arguments, dying=dying)
-
-    def shards(self, host: int) -> list[str]:
-        return sorted(path.name for path in (self.disk(host) / "rows" / "tables").iterdir())
-
-    def manifests(self, host: int) -> dict[str, bytes]:
-        return {path.name: path.read_bytes() for path in (self.disk(host) / "rows").glob("run-*")}
-
-    def dense(self, host: int) -> dict[str, bytes]:
-        return {path.name: path.read_bytes() for path in (self.disk(host) / "rows" / "files").iterdir()}
-
-    def merge(self) -> Path:
-        """Put the shards of all hosts into a copy of the directory of rank 0's, as a user would to read the table."""
-        whole = self.root / "whole"
-        shutil.rmtree(whole, ignore_errors=True)
-        shutil.copytree(self.disk(self.hosts[0]) / "rows", whole)
-        for host in set(self.hosts) - {self.hosts[0]}:
-            shutil.copytree(self.disk(host) / "rows" / "tables", whole / "tables", dirs_exist_ok=True)
-        assert not bb.check(whole)
-        return whole
-
-
-def _with_own_disk(rank: int, disks: Disks, worker: Callable[..., Any], *arguments: Any) -> Any:
-    use_own_disk(disks.disk(disks.hosts[rank]), disks.rows.parent)
-    return worker(rank, disks, *arguments)
 
 
 def _open(disks: Disks, **more: Any) -> DistributedTable:
@@ -408,12 +368,12 @@ def test_a_run_has_the_bits_of_one_process(hosts: list[int], more: dict[str, Any
             assert (table.get(EVERY) == _alone(len(hosts), turn * STEPS)).all()
 
 
-def _receives_late(rank: int, disks: Disks) -> bool:
+def _receives_late(rank: int, disks: Disks, late_rank: int) -> bool:
     share = Copies.share
 
-    def late(self: Copies, contents: dict[str, bytes]) -> dict[str, bytes]:
-        received = share(self, contents)
-        time.sleep(0.3 * rank)
+    def late(self: Copies, *arguments: Any) -> dict[str, bytes]:
+        received = share(self, *arguments)
+        time.sleep(0.3 * (rank == late_rank))
         return received
 
     Copies.share = late  # type: ignore[method-assign, assignment]
@@ -425,8 +385,9 @@ def _receives_late(rank: int, disks: Disks) -> bool:
     return found
 
 
-def test_a_commit_waits_for_the_copies(tmp_path: Path) -> None:
-    assert Disks(tmp_path, [0, 1]).spawn(_receives_late) == [True, True]
+@pytest.mark.parametrize(("hosts", "late_rank"), [([0, 1], 1), ([0, 0], 0)])
+def test_a_commit_waits_until_every_rank_has_the_files(hosts: list[int], late_rank: int, tmp_path: Path) -> None:
+    assert Disks(tmp_path, hosts).spawn(_receives_late, late_rank) == [True, True]
 
 
 def _keeps_run(rank: int, disks: Disks) -> list[Any]:
@@ -546,6 +507,53 @@ def test_a_copy_that_is_lost_comes_again(tmp_path: Path) -> None:
     for message, is_there in zip(disks.spawn(_opens_run), ("fails its checksum", "is missing"), strict=True):
         assert is_there in message
     assert one.read_bytes() == whole[one.name] and not other.exists()
+
+
+def _cannot_copy(rank: int, disks: Disks) -> str:
+    def write_file(self: RunFiles, number: int, data: bytes) -> tuple[int, int, str]:
+        raise OSError(28, f"no space left for file {number}")
+
+    RunFiles.write_file = write_file  # type: ignore[method-assign]
+    return message_of(lambda: bt.open_run(disks.rows, ram="64MiB"))
+
+
+def test_a_copy_that_cannot_be_written_ends_the_opening_on_all_ranks(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, [0, 1])
+    disks.spawn(_goes_on_with_run)
+    shutil.rmtree(disks.disk(1) / "rows" / "files")
+    for message in disks.spawn(_cannot_copy):
+        assert "no space left for file 1" in message
+    disks.spawn(_opens_run)
+    _require_alike(disks)
+
+
+def _fails_once_published(rank: int, disks: Disks) -> list[Any]:
+    run, table = _open_in_run(disks)
+    run.commit(files=_dense(1))
+    snapshots = RunFiles.snapshots
+
+    def fail(self: RunFiles) -> dict[str, int]:
+        raise OSError(24, "too many open files")
+
+    _train(table)
+    if rank == 0:
+        RunFiles.snapshots = fail  # type: ignore[method-assign]
+    failed = message_of(lambda: run.commit(files={"small": b"a"}, meta={"step": 1}))
+    RunFiles.snapshots = snapshots  # type: ignore[method-assign]
+    _train(table)
+    run.commit(files={"large": b"b"}, meta={"step": 2})
+    found = [failed, run.read("small"), run.read("large"), run.read("empty"), run.meta]
+    run.close()
+    return found
+
+
+def test_rank_0_fails_after_it_has_published(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, [0, 1])
+    for failed, *found in disks.spawn(_fails_once_published):
+        assert "too many open files" in failed
+        assert found == [b"a", b"b", b"", {"step": 2}]
+    disks.spawn(_opens_run)
+    _require_alike(disks)
 
 
 def _opens_run(rank: int, disks: Disks) -> str:

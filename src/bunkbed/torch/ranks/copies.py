@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterable, Mapping
-from functools import partial
 
 from bunkbed import _native
 from bunkbed.errors import BunkbedError
@@ -27,10 +26,12 @@ class Copies:
 
     Attributes:
         keepers: on each disk that is not rank 0's, the rank that keeps the copies; equal on all ranks.
+        next_file: the number that rank 0 gives to the first file of the next commit.
     """
 
     def __init__(self, folder: RunFiles, ranks: Ranks) -> None:
         self.keepers: list[int] = []
+        self.next_file = 1
         self._folder = folder
         self._ranks = ranks
 
@@ -61,11 +62,17 @@ class Copies:
             self._folder.remove_unnamed_files()
             forget_marks(self._folder, set(tables))
 
-    def share(self, contents: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Return the dense files that rank 0 gives, on rank 0 and where copies are kept; else none. Collective."""
+    def share(self, contents: Mapping[str, bytes], next_file: int) -> dict[str, bytes]:
+        """Return the dense files that rank 0 gives, on rank 0 and where copies are kept; else none. Collective.
+
+        Args:
+            contents: on rank 0, the files by name.
+            next_file: on rank 0, the first number that no file has had.
+        """
         if not self.keepers:
             return dict(contents)
-        names = self._ranks.gather(_COPYING, lambda: list(contents) if self._ranks.is_first else [])[0]
+        # Another rank may not know of the last commit, if rank 0 failed after it had published it.
+        self.next_file, names = self._ranks.gather(_COPYING, lambda: [next_file, list(contents)])[0]
         sent = {name: self._ranks.send(_COPYING, contents.get(name, b""), self.keepers) for name in names}
         return dict(contents) if self._ranks.is_first else sent if self.is_kept else {}
 
@@ -76,14 +83,22 @@ class Copies:
         """
         lacking = self._ranks.gather(_COPYING, lambda: self._lacking() if self.is_kept else [])
         for number, digest in sorted({(number, digest) for one in lacking for number, digest in one}):
-            receivers = [rank for rank, one in enumerate(lacking) if [number, digest] in one]
-            data = self._sound(number, digest) if self._ranks.is_first else None
-            is_sound = data is not None
-            if self._ranks.gather(_COPYING, partial(bool, is_sound))[0]:
-                received = self._ranks.send(_COPYING, data or b"", receivers)
-                if self._ranks.rank in receivers:
-                    self._folder.write_file(number, received)
+            self._fetch(number, digest, [rank for rank, one in enumerate(lacking) if [number, digest] in one])
         self._ranks.gather(_COPYING, lambda: sync_directory(self._folder.files) if self.is_kept else None)
+
+    def _fetch(self, number: int, digest: str, receivers: list[int]) -> None:
+        read: list[bytes] = []
+
+        def is_sound() -> bool:
+            found = self._sound(number, digest) if self._ranks.is_first else None
+            read.extend([] if found is None else [found])
+            return bool(read)
+
+        if not self._ranks.gather(_COPYING, is_sound)[0]:
+            return
+        data = self._ranks.send(_COPYING, read[0] if read else b"", receivers)
+        is_mine = self._ranks.rank in receivers
+        self._ranks.gather(_COPYING, lambda: self._folder.write_file(number, data) if is_mine else None)
 
     def _lacking(self) -> list[tuple[int, str]]:
         """Return number and SHA-256 of the dense files that a commit names and that are not here."""

@@ -116,7 +116,7 @@ class FileEpochs:
 
         def make_durable() -> Json:
             if files.copies.is_kept:  # under the numbers that they will have on rank 0's disk
-                files.folder.write_files(self.contents, files.manifest)
+                files.folder.write_files(self.contents, replace(files.manifest, next_file=files.copies.next_file))
                 _native.failpoint("run.files")
             return {"epochs": wait_for_all(started), "steps": steps}
 

@@ -328,8 +328,7 @@ class RankFiles:
                 f"({'it has none' if newest is None else f'its newest is {newest}'}); start the hosts in the "
                 "order of the last time (torchrun --node-rank), or put back the folders of one time on all hosts"
             )
-        if newest is None:
-            self._make_directories()
+        self._make_directories()
         mark = uuid.uuid4().hex
         self._lock = self.folder.lock(mark)
         log.warning(

@@ -131,10 +131,9 @@ class RankRun(Run):
             said = self.ranks.gather(_COMMIT, begin)
             if any(one != said[0] for one in said):
                 raise RanksError(f"{self.folder.label}: the ranks commit with different meta or keep: {said}")
-            self._epochs.contents = self._rank_files.copies.share(given)
-            if self._rank_files.copies.keepers:
-                # A rank's thread begins the commit once any rank has asked for it: all have the files before that.
-                self.ranks.gather(_COMMIT, dict)
+            self._epochs.contents = self._rank_files.copies.share(given, self.manifest.next_file)
+            # A rank's thread begins the commit once any rank has asked for it: all have the files before that.
+            self.ranks.gather(_COMMIT, dict)
         except BaseException:
             self._owed = before
             raise
