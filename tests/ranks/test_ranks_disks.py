@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import bunkbed as bb
 import bunkbed.torch as bt
 from bunkbed import _native
 from bunkbed.files.run_files import RunFiles
-from bunkbed.torch.ranks.copies import Copies
+from bunkbed.torch.ranks.group import Ranks
 from bunkbed.torch.ranks.table import DistributedTable
 from rank_disks import Disks
 from rank_processes import message_of, why_no_own_disks
@@ -368,18 +369,19 @@ def test_a_run_has_the_bits_of_one_process(hosts: list[int], more: dict[str, Any
             assert (table.get(EVERY) == _alone(len(hosts), turn * STEPS)).all()
 
 
-def _receives_late(rank: int, disks: Disks, late_rank: int) -> bool:
-    share = Copies.share
-
-    def late(self: Copies, *arguments: Any) -> dict[str, bytes]:
-        received = share(self, *arguments)
-        time.sleep(0.3 * (rank == late_rank))
-        return received
-
-    Copies.share = late  # type: ignore[method-assign, assignment]
+def _is_late(rank: int, disks: Disks, late_rank: int) -> bool:
     run, table = _open_in_run(disks)
     _train(table)
+    gather = Ranks.gather
+
+    def late(self: Ranks, what: str, say: Callable[[], Any]) -> list[Any]:
+        said = gather(self, what, say)
+        time.sleep(0.3 * (rank == late_rank))
+        return said
+
+    Ranks.gather = late  # type: ignore[method-assign]
     run.commit(files=_dense(1))
+    Ranks.gather = gather  # type: ignore[method-assign]
     found = run.read("large") == _dense(1)["large"]
     run.close()
     return found
@@ -387,7 +389,7 @@ def _receives_late(rank: int, disks: Disks, late_rank: int) -> bool:
 
 @pytest.mark.parametrize(("hosts", "late_rank"), [([0, 1], 1), ([0, 0], 0)])
 def test_a_commit_waits_until_every_rank_has_the_files(hosts: list[int], late_rank: int, tmp_path: Path) -> None:
-    assert Disks(tmp_path, hosts).spawn(_receives_late, late_rank) == [True, True]
+    assert Disks(tmp_path, hosts).spawn(_is_late, late_rank) == [True, True]
 
 
 def _keeps_run(rank: int, disks: Disks) -> list[Any]:

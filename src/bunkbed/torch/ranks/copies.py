@@ -36,7 +36,7 @@ class Copies:
         self._ranks = ranks
 
     @property
-    def is_kept(self) -> bool:
+    def is_keeper(self) -> bool:
         """Whether this rank keeps the copies on its disk."""
         return self._ranks.rank in self.keepers
 
@@ -47,7 +47,7 @@ class Copies:
 
     def update(self, commits: Mapping[str, str], remaining: Iterable[int]) -> None:
         """Where this rank keeps copies: add these manifests, and remove all but the remaining ones."""
-        if not self.is_kept:
+        if not self.is_keeper:
             return
         present = set(self._folder.epochs())
         for epoch, text in commits.items():
@@ -58,7 +58,7 @@ class Copies:
 
     def remove_unnamed(self, tables: Iterable[str]) -> None:
         """Where this rank keeps copies: remove dense files that no commit names, and marks of committed `tables`."""
-        if self.is_kept:
+        if self.is_keeper:
             self._folder.remove_unnamed_files()
             forget_marks(self._folder, set(tables))
 
@@ -69,22 +69,20 @@ class Copies:
             contents: on rank 0, the files by name.
             next_file: on rank 0, the first number that no file has had.
         """
-        if not self.keepers:
-            return dict(contents)
         # Another rank may not know of the last commit, if rank 0 failed after it had published it.
         self.next_file, names = self._ranks.gather(_COPYING, lambda: [next_file, list(contents)])[0]
         sent = {name: self._ranks.send(_COPYING, contents.get(name, b""), self.keepers) for name in names}
-        return dict(contents) if self._ranks.is_first else sent if self.is_kept else {}
+        return dict(contents) if self._ranks.is_first else sent if self.is_keeper else {}
 
     def fetch_files(self) -> None:
         """Copy from rank 0 what the kept copies lack of the dense files that its commits name. Collective.
 
         A file that is missing or damaged on rank 0's disk stays so in the copies: `bunkbed.Run.read` reports it.
         """
-        lacking = self._ranks.gather(_COPYING, lambda: self._lacking() if self.is_kept else [])
+        lacking = self._ranks.gather(_COPYING, lambda: self._lacking() if self.is_keeper else [])
         for number, digest in sorted({(number, digest) for one in lacking for number, digest in one}):
             self._fetch(number, digest, [rank for rank, one in enumerate(lacking) if [number, digest] in one])
-        self._ranks.gather(_COPYING, lambda: sync_directory(self._folder.files) if self.is_kept else None)
+        self._ranks.gather(_COPYING, lambda: sync_directory(self._folder.files) if self.is_keeper else None)
 
     def _fetch(self, number: int, digest: str, receivers: list[int]) -> None:
         read: list[bytes] = []

@@ -115,7 +115,7 @@ class FileEpochs:
         steps = {table: sorted({files.shards[name].step for name in own}) for table, own in files.tables.items()}
 
         def make_durable() -> Json:
-            if files.copies.is_kept:  # under the numbers that they will have on rank 0's disk
+            if files.copies.is_keeper:  # under the numbers that they will have on rank 0's disk
                 files.folder.write_files(self.contents, replace(files.manifest, next_file=files.copies.next_file))
                 _native.failpoint("run.files")
             return {"epochs": wait_for_all(started), "steps": steps}
@@ -235,11 +235,11 @@ class FileEpochs:
         files = self._files
         self.state = State(**outcome["state"])
         files.manifest = decode(outcome["manifest"].encode(), files.folder.manifest_path(self.state.epoch))
-        if files.copies.is_kept:
-            files.copies.update({str(self.state.epoch): outcome["manifest"]}, outcome["remaining"])
+        files.copies.update({str(self.state.epoch): outcome["manifest"]}, outcome["remaining"])
+        with contextlib.suppress(OSError):  # the next commit tries the removals again
+            files.copies.remove_unnamed(files.manifest.tables)
+        if files.copies.is_keeper:
             self.contents = {}
-            with contextlib.suppress(OSError):  # the next commit tries the removals again
-                files.copies.remove_unnamed(files.manifest.tables)
         for name in files.manifest.sharded:
             files.shardings.pop(name, None)
 

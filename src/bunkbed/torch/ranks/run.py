@@ -122,18 +122,18 @@ class RankRun(Run):
         def begin() -> list[object]:
             contents, facts = self._begin(files, meta, keep)
             if self.ranks.is_first:
-                given.update(contents)
+                self._epochs.contents = contents
             return [facts, keep]
 
-        before = self._owed
-        given: dict[str, bytes] = {}
+        before, copies = self._owed, self._rank_files.copies
         try:
             said = self.ranks.gather(_COMMIT, begin)
             if any(one != said[0] for one in said):
                 raise RanksError(f"{self.folder.label}: the ranks commit with different meta or keep: {said}")
-            self._epochs.contents = self._rank_files.copies.share(given, self.manifest.next_file)
-            # A rank's thread begins the commit once any rank has asked for it: all have the files before that.
-            self.ranks.gather(_COMMIT, dict)
+            if copies.keepers:
+                self._epochs.contents = copies.share(self._epochs.contents, self.manifest.next_file)
+                # A rank's thread begins the commit once any rank has asked for it: all have the files before that.
+                self.ranks.gather(_COMMIT, dict)
         except BaseException:
             self._owed = before
             raise
