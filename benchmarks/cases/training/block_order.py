@@ -9,7 +9,9 @@
 
 The sides train one epoch each in turn, in one process; a ratio is of the epochs of one turn. The first epoch of each,
 whose rows were never stored, is not timed. An epoch's time includes its batches, waits for reads and writes of evicted
-rows, not the commit. Printed are medians with least and most, and the rows read in an epoch. `--quality` trains all
+rows, not the commit. Printed are medians with least and most, the rows read in an epoch, and the ratio to the device's
+time for the bytes that were read and written, at its rates of large reads and writes, measured after each epoch on the
+tables' files. `--quality` trains all
 sides for as many epochs from the start, with RAM for everything, since bits do not depend on it, and ranks the test
 items.
 """
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import bunkbed as bb
+from benchmarks.cases.disk.access_paths import LARGE, PROBE_S, Device
 from benchmarks.cases.training.quality import OVERHEAD_BYTES, load, record_bytes
 from benchmarks.harness import common
 from bunkbed.train.data.interactions import Dataset
@@ -51,11 +54,13 @@ class Side:
         self.seconds: list[float] = []
         self.missed: list[int] = []
         self.reads: list[int] = []
+        self.moved: list[tuple[int, int]] = []  # bytes read and written
+        self.device_s: list[float] = []  # the device's time for these
 
     def epoch(self) -> None:
         """Train one epoch."""
         reports: list[EpochReport] = []
-        before = self._misses()
+        before = self._counts()
 
         def on_event(event: Event) -> None:
             if isinstance(event, EpochReport):
@@ -64,11 +69,18 @@ class Side:
 
         self._trainer.fit(on_event)
         self.seconds.append(reports[0].seconds)
-        self.missed.append(self._misses() - before)
+        missed, read, written = (after - first for after, first in zip(self._counts(), before, strict=True))
+        self.missed.append(missed)
         self.reads.append(reports[0].disk_reads or 0)
+        self.moved.append((read, written))
+        if read and any(file.stat().st_size >= LARGE for file in self._run.path.rglob("segment-*")):
+            device = Device.measure(self._run.path, PROBE_S)
+            self.device_s.append(read / device.read_bytes_per_s + written / device.write_bytes_per_s)
 
-    def _misses(self) -> int:
-        return int(sum(table.stats()["misses"] for table in self._run.tables.values()))
+    def _counts(self) -> list[int]:
+        """Return rows missed, bytes read and bytes written so far."""
+        every = [table.stats() for table in self._run.tables.values()]
+        return [int(sum(one[name] for one in every)) for name in ("misses", "read_bytes", "written_bytes")]
 
 
 @contextmanager
@@ -105,7 +117,18 @@ def measure(name: str, config: TrainConfig, data: Dataset, orders: list[str], fo
                 f"{'':>15}  {side.order}: {common.spread(ratios, 'x of all in RAM', 1)}"
                 + (f", wanted: at most {wanted:g}" if wanted else "")
             )
-            figures[which] = {"order": side.order, "ratios": ratios, "seconds": seconds, "missed": side.missed[1:]}
+            of_device = [one / other for one, other in zip(seconds, side.device_s[-len(seconds) :], strict=False)]
+            if of_device:
+                read, written = (statistics.median(column) / 1e9 for column in zip(*side.moved[1:], strict=True))
+                time = common.spread(of_device, "x of the device's time", 1)
+                print(f"{'':>15}  {time} for {read:.1f} GB read and {written:.1f} GB written")
+            figures[which] = {
+                "order": side.order,
+                "ratios": ratios,
+                "of device": of_device,
+                "seconds": seconds,
+                "missed": side.missed[1:],
+            }
         figures["in RAM"] = {"seconds": base}
     return figures
 

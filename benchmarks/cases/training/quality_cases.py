@@ -84,6 +84,9 @@ def orders(settings: Settings) -> list[Figure]:
             note = f"{found[order]['order']}; {statistics.median(found[order]['missed']):,.0f} rows missed an epoch"
             about = statistics.median(ratios), "x", min(ratios), max(ratios), len(ratios)
             figures.append(Figure(f"{name}, {order} / all in RAM", *about, at_most=wanted, note=note))
+        if name == "gowalla" and (times := found["uniform"]["of device"]):
+            about = statistics.median(times), "x", min(times), max(times), len(times)
+            figures.append(Figure("gowalla, uniform / the device's time for its bytes", *about, at_most=1.3))
         if "quality" in found:
             kept = found["quality"][found["auto"]["order"]] / found["quality"]["uniform"]
             figures.append(Figure(f"{name}, {block_order.METRICS[name]}, auto / uniform", kept, at_least=0.98))
