@@ -1,7 +1,11 @@
-// Mirrors batch.h and gradients.h.
+// Mirrors batch.h, gradients.h and split.h.
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cmath>
+#include <functional>
+#include <vector>
 
 #include "base/error.h"
 #include "base/float_mode.h"
@@ -9,7 +13,9 @@
 #include "batch/bag_gradients.h"
 #include "batch/gradients.h"
 #include "batch/overlap.h"
+#include "batch/split.h"
 #include "bindings/bindings.h"
+#include "format/shard_rule.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -21,6 +27,7 @@ namespace {
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using FloatsOfOne = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
+using Parts = nb::ndarray<const uint16_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Words = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 // Returns (the sums of a batch of num_unique rows, what `finish` makes of the sum of their squares). `sum` fills the
@@ -54,6 +61,17 @@ void require_gradients(const Batch& batch, const FloatsIn& grads) {
   if (grads.shape(0) == batch.size()) return;
   throw Error(ErrorKind::kInvalid, "a batch of " + std::to_string(batch.size()) + " ids got " +
                                        std::to_string(grads.shape(0)) + " gradients");
+}
+
+template <typename T>
+nb::ndarray<nb::numpy, T, nb::ndim<1>> filled(size_t n, const std::function<void(T*)>& fill) {
+  auto* values = static_cast<T*>(allocate_array(std::max<size_t>(1, n) * sizeof(T)));
+  const nb::object owner = own_block(values, std::max<size_t>(1, n) * sizeof(T));
+  {
+    const WithoutGil without_gil;
+    fill(values);
+  }
+  return nb::ndarray<nb::numpy, T, nb::ndim<1>>(values, {n}, owner);
 }
 
 // A copy as int64, the index type of the frameworks.
@@ -170,6 +188,54 @@ void bind_batch(nb::module_& m) {
       "squares"_a,
       "The Euclidean norm of all rows whose squares Batch.sum_squares() summed: int64[N, SQUARES], one row a batch. "
       "Has the bits of the norm that sum() gives for all rows in one batch.");
+  m.def(
+      "shards_of",
+      [](const Ids& ids, uint32_t shards) {
+        return filled<uint16_t>(ids.shape(0), [&](uint16_t* out) {
+          for (size_t i = 0; i < ids.shape(0); ++i) out[i] = static_cast<uint16_t>(shard_of(ids.data()[i], shards));
+        });
+      },
+      "ids"_a, "shards"_a, "Return the shard of each row, uint16[N].");
+  m.def(
+      "split",
+      [](const Ids& ids, const Parts& parts, size_t num_parts) {
+        std::vector<int64_t> bounds(num_parts + 1);
+        const PartRule rule{parts.data(), static_cast<uint32_t>(parts.shape(0)), num_parts};
+        size_t done = 0;
+        const auto order = filled<int64_t>(
+            ids.shape(0), [&](int64_t* out) { done = split_ids(ids.data(), ids.shape(0), rule, out, bounds.data()); });
+        if (done < ids.shape(0)) {
+          throw Error(ErrorKind::kInvalid, "id " + std::to_string(ids.data()[done]) + " at position " +
+                                               std::to_string(done) + " is in a shard that belongs to none of " +
+                                               std::to_string(num_parts) + " parts");
+        }
+        return nb::make_tuple(order, bounds);
+      },
+      "ids"_a, "parts"_a, "num_parts"_a,
+      "Group the places of int64[N] ids by part, which is that of the id's shard in uint16[shards] `parts`. Return "
+      "int64[N], the places in batch order within each part, and the list of where the parts start and the last ends.");
+  m.def(
+      "gather_scaled",
+      [](const FloatsIn& rows, const Ids& places, float factor, const FloatsOfOne& out) {
+        const size_t n = places.shape(0);
+        const size_t dim = rows.shape(1);
+        if (out.shape(0) != n * dim) {
+          throw Error(ErrorKind::kInvalid, std::to_string(n) + " rows of " + std::to_string(dim) +
+                                               " values do not fill an array of " + std::to_string(out.shape(0)));
+        }
+        const auto bad = std::find_if(places.data(), places.data() + n, [&](int64_t place) {
+          return place < 0 || static_cast<size_t>(place) >= rows.shape(0);
+        });
+        if (bad != places.data() + n) {
+          throw Error(ErrorKind::kIndex,
+                      "place " + std::to_string(*bad) + " is outside of " + std::to_string(rows.shape(0)) + " rows");
+        }
+        const WithoutGil without_gil;
+        const DefaultFloatMode mode;
+        gather_scaled(rows.data(), places.data(), n, dim, factor, out.data());
+      },
+      "rows"_a, "places"_a, "factor"_a, nb::arg("out").noconvert(),
+      "Write float32[N, dim] rows[places] * factor to float32[N * dim] `out`.");
   m.def(
       "bag_dots",
       [](const FloatsIn& rows, const Ids& offsets, const FloatsIn& grads, const FloatsOfOne& out) {

@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "maintenance/shard_rule.h"
+#include "format/shard_rule.h"
 #include "vfs/vfs.h"
 
 namespace bunkbed {

@@ -21,6 +21,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from bunkbed import _native
 from bunkbed.core.arguments import Ids
 from bunkbed.core.types import Array, Json
 
@@ -44,6 +45,14 @@ def _names(num_shards: int, table: str) -> tuple[str, ...]:
     return tuple(f"{table}.{shard_name(index)}" if table else shard_name(index) for index in range(num_shards))
 
 
+@functools.cache
+def _places(num_shards: int, owned: range) -> npt.NDArray[np.uint16]:
+    """Return the place of each shard in `owned`, uint16[num_shards]; of the others a number that is too large."""
+    places = np.full(num_shards, np.iinfo(np.uint16).max, np.uint16)
+    places[owned.start : owned.stop] = np.arange(len(owned))
+    return places
+
+
 def shards_of(ids: Ids, num_shards: int) -> npt.NDArray[np.uint16]:
     """Return the shard of each row.
 
@@ -57,39 +66,37 @@ def shards_of(ids: Ids, num_shards: int) -> npt.NDArray[np.uint16]:
     >>> shards_of(np.array([0, 1, 2, 3, 4, 2**63 - 1]), 4).tolist()
     [3, 2, 2, 0, 1, 0]
     """
-    x = ids.astype(np.uint64)
-    x += np.uint64(0x9E3779B97F4A7C15)
-    x ^= x >> np.uint64(30)
-    x *= np.uint64(0xBF58476D1CE4E5B9)
-    x ^= x >> np.uint64(27)
-    x *= np.uint64(0x94D049BB133111EB)
-    x >>= np.uint64(32)
-    x *= np.uint64(num_shards)
-    x >>= np.uint64(32)
-    return x.astype(np.uint16)
+    shards: npt.NDArray[np.uint16] = _native.shards_of(ids, num_shards)
+    return shards
 
 
 class Split:
-    """The positions of a batch, sorted by part; within a part in batch order, because sums of equal ids depend on it.
+    """The positions of a batch, grouped by part; within a part in batch order, because sums of equal ids depend on it.
 
     Attributes:
         order: int64[N], positions in the batch; None for a single part.
         bounds: part i has ``order[bounds[i]:bounds[i + 1]]``.
-
-    Args:
-        parts: uint16[N], the part of each position; None for a single part.
-        count: number of parts.
-        size: N, if `parts` is None.
     """
 
     __slots__ = ("bounds", "order")
 
-    def __init__(self, parts: npt.NDArray[np.uint16] | None, count: int, size: int = 0) -> None:
-        self.order: Ids | None = None
-        self.bounds = [0, size]
-        if parts is not None:
-            self.order = np.argsort(parts, kind="stable")  # NumPy uses a radix sort for 16 bits
-            self.bounds = [0, *np.cumsum(np.bincount(parts, minlength=count)).tolist()]
+    def __init__(self, order: Ids | None, bounds: list[int]) -> None:
+        self.order = order
+        self.bounds = bounds
+
+    @classmethod
+    def by_part(cls, ids: Ids, parts: npt.NDArray[np.uint16], num_parts: int) -> Self:
+        """Return the positions by the part of each id.
+
+        Args:
+            ids: int64[N], none negative.
+            parts: uint16[S], the part of each shard.
+            num_parts: number of parts.
+
+        Raises:
+            ValueError: an id is in a shard whose part is `num_parts` or more.
+        """
+        return cls(*_native.split(ids, parts, num_parts))
 
     @classmethod
     def by_shard(cls, ids: Ids, num_shards: int, owned: range | None = None) -> Self:
@@ -102,14 +109,8 @@ class Split:
         """
         owned = range(num_shards) if owned is None else owned
         if len(owned) == 1:
-            return cls(None, 1, len(ids))
-        shards = shards_of(ids, num_shards)
-        if owned.start:
-            shards -= np.uint16(owned.start)
-        split = cls(shards, len(owned))
-        if len(split.bounds) != len(owned) + 1:
-            raise AssertionError(f"an id is in none of the shards {owned.start} to {owned.stop - 1}")
-        return split
+            return cls(None, [0, len(ids)])
+        return cls.by_part(ids, _places(num_shards, owned), len(owned))
 
     def part(self, index: int) -> slice:
         """Return where part `index` is in the result of `take`."""

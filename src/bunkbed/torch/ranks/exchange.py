@@ -19,7 +19,7 @@ from bunkbed.core.arguments import Floats, Ids
 from bunkbed.core.types import Json
 from bunkbed.torch.base.gradients import Part
 from bunkbed.torch.ranks.group import Bytes, Kind, OtherWay, Ranks, RanksError, Sending
-from bunkbed.torch.ranks.plan import Plan, Wish, empty_rows, split_by_owner
+from bunkbed.torch.ranks.plan import Plan, ScaledRows, Wish, empty_rows, split_by_owner
 
 if TYPE_CHECKING:
     from bunkbed.torch.ranks.rows import RankRows
@@ -280,15 +280,14 @@ class Exchange:
                     continue
                 table, gradients = self._table(number), live[number]
                 starts_round = gradients.starts_round(parts)
-                factor = np.float32(gradients.factor)
                 for part in parts:
                     split = split_by_owner(part.ids, table.num_shards, ranks.world)
-                    ids, values = split.take(part.ids), split.take(part.scaled())
-                    if factor != 1.0:
-                        values *= factor
+                    ids, grads = split.take(part.ids), np.ascontiguousarray(part.scaled())
+                    assert split.order is not None
                     for rank in range(ranks.world):
+                        place = split.part(rank)
                         heads[rank] += [number, int(part.order), int(starts_round), split.size(rank)]
-                        payloads[rank] += [ids[split.part(rank)], values[split.part(rank)]]
+                        payloads[rank] += [ids[place], ScaledRows(grads, split.order[place], gradients.factor)]
             for number, one in live.items():
                 # Ranks whose gradients were scaled or dropped differently must not go on.
                 if facts := one.pending():

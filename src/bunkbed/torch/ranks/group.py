@@ -7,6 +7,9 @@ room, and ends the process at one that is larger). The rest of a larger message 
 room grows. So any two exchanges fit together, also two of ranks that do different things, and the headers show it:
 every rank raises an error that says what each rank does.
 
+Where the ranks' own process group has NCCL, the rest goes through it, by way of the GPU's memory, and the room does not
+grow. NCCL needs equal sizes on both sides of a pair; by then each rank knows them from the headers.
+
 A rank whose own part fails sends the text of its error instead of a payload, and all ranks raise.
 """
 
@@ -23,8 +26,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -34,10 +36,24 @@ import torch.distributed as dist
 from bunkbed import _native
 from bunkbed.core.types import Json
 from bunkbed.errors import BunkbedError
+from bunkbed.machine import processes
 
 Bytes = npt.NDArray[np.uint8]
-#: What a rank sends to another: arrays, one after another.
-Payload: TypeAlias = Sequence[npt.NDArray[Any]]
+
+
+class Writer(Protocol):
+    """A part of a message that is made in it, without a copy."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+
+    def write(self, out: Bytes) -> None:
+        """Write it to uint8[nbytes]."""
+
+
+#: What a rank sends to another: arrays and writers, one after another.
+Payload: TypeAlias = Sequence[npt.NDArray[Any] | Writer]
 #: A process group of torch; None is the default group.
 ProcessGroup: TypeAlias = Any
 
@@ -116,11 +132,18 @@ class Ranks:
         self.describe: Callable[[], Json] = dict
         self._made = 0  # exchanges of messages; an all-to-all for the rest of large messages does not count
         self._room = _ROOM
+        self._bulk: torch.device | None = None  # through which the rest of large messages goes; None: gloo
         self._inbox: Bytes = np.empty(0, np.uint8)
         self._broken = ""
         self.local_world = self.world  # until the hosts are known
-        host = f"{os.uname().nodename} {_boot_id()}"
-        said = self.gather("making a layer", lambda: [host, uuid.uuid4().hex, os.getpid(), _started(os.getpid())])
+        host = processes.host()
+        bulk = _bulk_device(parent)
+        said = self.gather(
+            "making a layer",
+            lambda: [host, uuid.uuid4().hex, os.getpid(), processes.started(os.getpid()), bulk is not None],
+        )
+        if all(one[4] for one in said):
+            self._bulk = bulk
         hosts = [one[0] for one in said]
         self.local_world = hosts.count(host)
         # In the keys of the store, which may still have those of an earlier attempt of the same job.
@@ -129,7 +152,7 @@ class Ranks:
         self._processes: dict[int, tuple[int, str]] = {
             rank: (one[2], one[3])
             for rank, one in enumerate(said)
-            if one[3] and one[0] == host and _started(one[2]) == one[3]
+            if one[3] and one[0] == host and processes.started(one[2]) == one[3]
         }
         #: Kept alive: on rank 0 it may be the server, which the threads of others need to the end.
         self._base = _base_store()
@@ -161,7 +184,7 @@ class Ranks:
         if rank not in self._processes:
             return False
         process, started = self._processes[rank]
-        return _started(process) != started
+        return processes.started(process) != started
 
     # ---- Exchanges
 
@@ -274,9 +297,30 @@ class Ranks:
         """Bytes that are received from a rank in one all-to-all."""
         return self._room
 
-    def grow(self, largest: int) -> None:
-        """Make room for messages of `largest` bytes."""
-        self._room = max(self._room, 1 << (largest - 1).bit_length())
+    def rest(self, out: Bytes, sizes: list[int], rooms: list[int], largest: int, kind: Kind) -> Bytes:
+        """Exchange what did not fit into the room, uint8[sum(rooms)]; all ranks know each other's sizes.
+
+        Args:
+            out: bytes for each rank, one after another.
+            sizes: of them, by rank.
+            rooms: what each rank sends to this one.
+            largest: bytes of the largest message of any rank; gloo makes room for as many from now on.
+            kind: of the exchange.
+        """
+        if self._bulk is None:
+            inbox = np.empty(sum(rooms), np.uint8)
+            self.wait(self.all_to_all(out, sizes, inbox, rooms), kind)
+            self._room = max(self._room, 1 << (largest - 1).bit_length())
+            return inbox
+        self.exchanges += 1
+        received = torch.empty(sum(rooms), dtype=torch.uint8, device=self._bulk)
+        sent = torch.from_numpy(out).to(self._bulk)
+        try:  # NCCL watches over its own timeout
+            dist.all_to_all_single(received, sent, rooms, sizes, group=self.parent)
+            found: Bytes = received.cpu().numpy()
+        except RuntimeError as error:
+            self._break(kind, error)
+        return found
 
     def inbox(self, size: int) -> Bytes:
         """Return uint8[size] to receive into; later calls return the same memory."""
@@ -297,13 +341,16 @@ class Ranks:
                 threading.Thread(target=self._warn, args=(work, kind), daemon=True).start()
             work.wait()
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            self._broken = (
-                f"{self.names()}: an exchange of all {self.world} ranks ({kind.what}) failed on rank {self.rank}: a "
-                f"rank left, or did not come within {self.timeout.total_seconds():.0f} s ({reason}); start all ranks "
-                "again; the table opens at its last commit"
-            )
-            raise RanksError(self._broken) from error
+            self._break(kind, error)
+
+    def _break(self, kind: Kind, error: Exception) -> NoReturn:
+        reason = str(error).splitlines()[0]
+        self._broken = (
+            f"{self.names()}: an exchange of all {self.world} ranks ({kind.what}) failed on rank {self.rank}: a rank "
+            f"left, or did not come within {self.timeout.total_seconds():.0f} s ({reason}); start all ranks again; the "
+            "table opens at its last commit"
+        )
+        raise RanksError(self._broken) from error
 
     def _warn(self, work: Any, kind: Kind) -> None:
         store, number = self.store("waits"), self._made
@@ -401,27 +448,28 @@ class Sending:
         """End the exchange; see `Ranks.swap`."""
         ranks, own = self._ranks, self._ranks.rank
         ranks.wait(self._work, self._kind)
+        self._header[4] = self._bodies[own]
         parts: list[Bytes] = []
-        headers: list[npt.NDArray[np.int64]] = []
+        headers: list[list[int]] = []
         at = 0
         for rank in range(ranks.world):
             if rank == own:
                 parts.append(self._own)
-                headers.append(self._header)
+                headers.append(self._header.tolist())
                 continue
             part = self._inbox[at : at + self._room]
             at += self._room
-            headers.append(part[:_HEADER].view(np.int64))
+            headers.append(part[:_HEADER].view(np.int64).tolist())
             parts.append(part[_HEADER:])
-        largest = max(int(header[5]) for header in headers)
+        largest = max(header[5] for header in headers)
         if largest > self._room:
             parts = self._with_rest(parts, headers, largest)
         return self._ended(parts, headers)
 
-    def _with_rest(self, parts: list[Bytes], headers: list[npt.NDArray[np.int64]], largest: int) -> list[Bytes]:
+    def _with_rest(self, parts: list[Bytes], headers: list[list[int]], largest: int) -> list[Bytes]:
         """Exchange what did not fit; return the whole payloads."""
         ranks, own = self._ranks, self._ranks.rank
-        whole = [_HEADER + int(header[4]) for header in headers]
+        whole = [_HEADER + header[4] for header in headers]
         rest = [0 if rank == own else max(0, size - self._room) for rank, size in enumerate(whole)]
         sizes = [max(0, size - self._room) for size in self._sizes]
         out = np.concatenate(
@@ -430,27 +478,22 @@ class Sending:
                 for at, size in zip(self._starts, self._sizes, strict=True)
             ]
         )
-        inbox = np.empty(sum(rest), np.uint8)
-        ranks.wait(ranks.all_to_all(out, sizes, inbox, rest), self._kind)
-        ranks.grow(largest)
+        inbox = ranks.rest(out, sizes, rest, largest, self._kind)
         ends = np.cumsum(rest)
         return [
             np.concatenate([part, inbox[end - size : end]]) if size else part
             for part, end, size in zip(parts, ends, rest, strict=True)
         ]
 
-    def _ended(self, parts: list[Bytes], headers: list[npt.NDArray[np.int64]]) -> list[Bytes]:
-        ranks, mine = self._ranks, self._header
-        bodies = [
-            part[: self._bodies[rank] if rank == ranks.rank else int(headers[rank][4])]
-            for rank, part in enumerate(parts)
-        ]
+    def _ended(self, parts: list[Bytes], headers: list[list[int]]) -> list[Bytes]:
+        ranks, mine = self._ranks, headers[self._ranks.rank]
+        bodies = [part[: header[4]] for part, header in zip(parts, headers, strict=True)]
         said = {rank: json.loads(bytes(bodies[rank])) for rank, one in enumerate(headers) if one[0] == _DIFFER.number}
         if said:
             ranks.differed(said)
-        if any((header[:3] != mine[:3]).any() for header in headers):
-            if {int(header[0]) for header in headers} == self._kind.ways and all(
-                (header[1:3] == mine[1:3]).all() and not header[3] for header in headers
+        if any(header[:3] != mine[:3] for header in headers):
+            if {header[0] for header in headers} == self._kind.ways and all(
+                header[1:3] == mine[1:3] and not header[3] for header in headers
             ):
                 raise OtherWay
             ranks.differ(self._kind)
@@ -472,7 +515,11 @@ def empty_bytes(size: int) -> Bytes:
 def _fill(out: Bytes, payload: Payload) -> None:
     at = 0
     for one in payload:
-        out[at : at + one.nbytes] = _bytes(one)
+        place = out[at : at + one.nbytes]
+        if isinstance(one, np.ndarray):
+            place[:] = _bytes(one)
+        else:
+            one.write(place)
         at += one.nbytes
 
 
@@ -500,29 +547,11 @@ def _completes(work: Any, time: datetime.timedelta) -> bool:
     return True
 
 
-def _boot_id() -> str:
-    """Return what tells this host from others of the same name; empty if it cannot be seen."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return ""
-
-
 def _base_store() -> dist.Store:
     store = dist.distributed_c10d._get_default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
-
-
-def _started(process: int) -> str:
-    """Return when a process of this host started, in ticks; empty if it has ended or cannot be seen."""
-    try:
-        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    # See proc(5): the name, in parentheses, may have any character. Then come state (field 3) ... start (22).
-    state, *fields = text.rpartition(")")[2].split()
-    return "" if state in "ZX" else fields[18]
 
 
 _known: dict[str, tuple[Any, Ranks]] = {}
@@ -540,6 +569,16 @@ def ranks_of(group: ProcessGroup = None) -> Ranks:
                 del _known[old]
         found = _known[name] = group, Ranks(group, _timeout_of(group))
     return found[1]
+
+
+def _bulk_device(group: ProcessGroup) -> torch.device | None:
+    """Return this rank's GPU if the group has NCCL."""
+    if not dist.is_nccl_available() or not torch.cuda.is_available():
+        return None
+    with contextlib.suppress(RuntimeError):
+        if group._get_backend(torch.device("cuda")).name() == "nccl":
+            return torch.device("cuda", torch.cuda.current_device())
+    return None
 
 
 def _timeout_of(group: ProcessGroup) -> datetime.timedelta:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,15 +16,16 @@ from bunkbed.files.sharding import Split, shards_of
 if TYPE_CHECKING:
     from bunkbed.torch.ranks.rows import RankRows
 
-Owners = npt.NDArray[np.uint16]
+
+@functools.cache
+def _owners(num_shards: int, world: int) -> npt.NDArray[np.uint16]:
+    """Return the rank of each shard, uint16[num_shards]: shard s of S belongs to rank s * W // S."""
+    return (np.arange(num_shards) * world // num_shards).astype(np.uint16)
 
 
-def owners_of(ids: Ids, num_shards: int, world: int) -> Owners:
-    """Return the rank that owns each row, uint16[N]: shard s of S belongs to rank s * W // S."""
-    shards = shards_of(ids, num_shards)
-    if num_shards == world:
-        return shards
-    return (shards.astype(np.uint32) * np.uint32(world) // np.uint32(num_shards)).astype(np.uint16)
+def owners_of(ids: Ids, num_shards: int, world: int) -> npt.NDArray[np.uint16]:
+    """Return the rank that owns each row, uint16[N]."""
+    return _owners(num_shards, world)[shards_of(ids, num_shards)]
 
 
 def shards_of_rank(rank: int, num_shards: int, world: int) -> range:
@@ -36,7 +39,7 @@ def shards_of_rank(rank: int, num_shards: int, world: int) -> range:
 
 def split_by_owner(ids: Ids, num_shards: int, world: int) -> Split:
     """Return the places of int64[N] ids by owner."""
-    return Split(owners_of(ids, num_shards, world), world)
+    return Split.by_part(ids, _owners(num_shards, world), world)
 
 
 class Wish:
@@ -114,6 +117,24 @@ class Plan:
             if wish.table is table:
                 return wish
         return None
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledRows:
+    """float32[N, dim] `rows` at int64[M] `places`, times `factor`: gathered when they are written into a message."""
+
+    rows: Floats
+    places: Ids
+    factor: float
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the M rows."""
+        return len(self.places) * int(self.rows.shape[1]) * 4
+
+    def write(self, out: npt.NDArray[np.uint8]) -> None:
+        """Write the M rows to uint8[nbytes]."""
+        _native.gather_scaled(self.rows, self.places, self.factor, out.view(np.float32))
 
 
 def empty_rows(count: int, dim: int) -> Floats:

@@ -1,4 +1,4 @@
-// The rule that gives a row its shard: version 1 of FORMAT.md. bunkbed/files/sharding.py has the same rule.
+// The rule that gives a row its shard: version 1 of FORMAT.md.
 #pragma once
 
 #include <cstdint>
