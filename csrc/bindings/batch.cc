@@ -63,6 +63,12 @@ void require_gradients(const Batch& batch, const FloatsIn& grads) {
                                        std::to_string(grads.shape(0)) + " gradients");
 }
 
+void require_count(size_t count, const char* what) {
+  if (count >= 1 && count <= 65536) return;
+  throw Error(ErrorKind::kInvalid,
+              "the number of " + std::string(what) + " must be 1 to 65,536, got " + std::to_string(count));
+}
+
 template <typename T>
 nb::ndarray<nb::numpy, T, nb::ndim<1>> filled(size_t n, const std::function<void(T*)>& fill) {
   auto* values = static_cast<T*>(allocate_array(std::max<size_t>(1, n) * sizeof(T)));
@@ -191,6 +197,7 @@ void bind_batch(nb::module_& m) {
   m.def(
       "shards_of",
       [](const Ids& ids, uint32_t shards) {
+        require_count(shards, "shards");
         return filled<uint16_t>(ids.shape(0), [&](uint16_t* out) {
           for (size_t i = 0; i < ids.shape(0); ++i) out[i] = static_cast<uint16_t>(shard_of(ids.data()[i], shards));
         });
@@ -199,6 +206,8 @@ void bind_batch(nb::module_& m) {
   m.def(
       "split",
       [](const Ids& ids, const Parts& parts, size_t num_parts) {
+        require_count(parts.shape(0), "shards");
+        require_count(num_parts, "parts");
         std::vector<int64_t> bounds(num_parts + 1);
         const PartRule rule{parts.data(), static_cast<uint32_t>(parts.shape(0)), num_parts};
         size_t done = 0;
@@ -211,7 +220,7 @@ void bind_batch(nb::module_& m) {
         }
         return nb::make_tuple(order, bounds);
       },
-      "ids"_a, "parts"_a, "num_parts"_a,
+      "ids"_a, nb::arg("parts").noconvert(), "num_parts"_a,
       "Group the places of int64[N] ids by part, which is that of the id's shard in uint16[shards] `parts`. Return "
       "int64[N], the places in batch order within each part, and the list of where the parts start and the last ends.");
   m.def(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
+import bunkbed as bb
 import bunkbed.torch as bt
+from bunkbed.torch.base import groups
 from bunkbed.torch.base.gradients import Part
 from bunkbed.torch.ranks import group
 from bunkbed.torch.ranks.exchange import Exchange
-from bunkbed.torch.ranks.group import RanksError
 from rank_cases import Case, cases, run
-from rank_processes import spawn
+from rank_processes import GROUP_SECONDS, spawn
 
 CASES = {**cases(), "gradients added": Case(sums=True, micro=2, ahead=True)}
 #: Four processes repeat the cases whose order of additions differs most from that of two.
@@ -84,61 +89,6 @@ def test_three_processes_have_the_bits_of_one_where_gradients_are_added(tmp_path
         _assert_same(found["gradients added"], _alone("gradients added", 3))
 
 
-#: Trained with a room of 64 bytes, so that most messages are large.
-BULK = (
-    "plain",
-    "two losses on one forward",
-    "ids ahead",
-    "weighted bags",
-    "scaler, Inf on one rank",
-    "gradients added",
-)
-
-
-def _train_in_bulk(rank: int, world: int, names: tuple[str, ...], has: tuple[bool, ...]) -> list[Any]:
-    """Train where ranks' process groups have what stands for NCCL, or some do; count its calls, and the room."""
-    group._ROOM = 64
-    group._bulk_device = lambda _: torch.device("cpu") if has[rank] else None
-    calls, exchange = [], dist.all_to_all_single
-
-    def counted(*arguments: Any, **more: Any) -> Any:
-        calls.append(more["group"] is dist.group.WORLD)
-        return exchange(*arguments, **more)
-
-    dist.all_to_all_single = counted
-    found = {name: run(CASES[name], world, rank) for name in names}
-    return [found, calls, group.ranks_of().room]
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_the_rest_of_large_messages_goes_through_the_process_group(world: int) -> None:
-    names = BULK[: 6 if world == 2 else 2]
-    for found, calls, room in spawn(world, _train_in_bulk, world, names, (True,) * world):
-        for name in names:
-            _assert_same(found[name], _alone(name, world))
-        assert len(calls) > 50 and all(calls) and room <= 256  # grown by the first gather
-
-
-def test_where_one_rank_has_no_nccl_all_messages_go_through_gloo() -> None:
-    for found, calls, room in spawn(2, _train_in_bulk, 2, BULK[:1], (True, False)):
-        _assert_same(found["plain"], _alone("plain", 2))
-        assert calls == [] and room > 256
-
-
-def _differ_in_bulk(rank: int) -> str:
-    group._ROOM = 64
-    group._bulk_device = lambda _: torch.device("cpu")
-    table = bt.Embedding(100, 4).table
-    with pytest.raises(RanksError) as error:
-        table.lookup(np.arange(50)) if rank == 0 else table.contains(np.arange(7))
-    return str(error.value)
-
-
-def test_ranks_that_do_different_things_find_it_with_large_messages() -> None:
-    for message in spawn(2, _differ_in_bulk):
-        assert "rank 0 is at a lookup; rank 1 is at a contains of table 0, 'table'" in message
-
-
 def _train_with_sums_per_rank(rank: int) -> dict[str, Any]:
     """Train where each rank first adds the gradients of a row, as most systems do."""
     arrive = Exchange.arrive
@@ -158,3 +108,142 @@ def test_sums_of_each_rank_first_are_found() -> None:
     found = spawn(2, _train_with_sums_per_rank)[0]
     with pytest.raises(AssertionError, match="values that differ"):
         _assert_same(found, _alone("plain", 2))
+
+
+# ---- Large messages go through the ranks' own process group, which has NCCL on GPUs and gloo here
+
+TWO = (
+    "plain",
+    "two losses on one forward",
+    "ids ahead",
+    "weighted bags",
+    "scaler, Inf on one rank",
+    "gradients added",
+)
+GPUS = ("0", "1", "2", "3")
+ROWS = 100_000
+
+
+def _prepare(rank: int, gpus: tuple[str, ...], room: int = 0) -> list[str]:
+    """Give this rank's process group gloo in the place of NCCL; return the list of its calls."""
+    if room:
+        group.Ranks._room = property(lambda _: room, lambda *_: None)
+    groups.gpu_of = lambda _: (torch.device("cpu") if gpus[rank] else None, gpus[rank])
+    calls, exchange = [], dist.all_to_all_single
+
+    def counted(*arguments: Any, **more: Any) -> Any:
+        assert more["group"] is dist.group.WORLD
+        calls.append("rest")
+        return exchange(*arguments, **more)
+
+    dist.all_to_all_single = counted
+    return calls
+
+
+def _train_in_bulk(rank: int, world: int, names: tuple[str, ...], gpus: tuple[str, ...]) -> list[Any]:
+    calls = _prepare(rank, gpus, 64)  # most messages are large
+    found = {name: run(CASES[name], world, rank) for name in names}
+    return [found, len(calls)]
+
+
+@pytest.mark.parametrize(("world", "names"), [(2, TWO), (4, TWO[:2])])
+def test_large_messages_have_the_bits_of_one_process(world: int, names: tuple[str, ...]) -> None:
+    said = spawn(world, _train_in_bulk, world, names, GPUS)
+    for found, calls in said:
+        for name in names:
+            _assert_same(found[name], _alone(name, world))
+        assert calls > 30 * len(names) // world
+
+
+@pytest.mark.parametrize("gpus", [("0", ""), ("0", "0")])
+def test_without_a_gpu_for_each_rank_all_goes_through_gloo(gpus: tuple[str, ...]) -> None:
+    for found, calls in spawn(2, _train_in_bulk, 2, TWO[:1], gpus):
+        _assert_same(found["plain"], _alone("plain", 2))
+        assert calls == 0
+
+
+def _loop(rank: int, layer: bt.Embedding, steps: int, *, ahead: bool = True, leaves: bool = False) -> None:
+    """Train with messages that are larger than the room."""
+    optimizer = bt.Optimizer(layer)
+
+    def ids(step: int) -> torch.Tensor:
+        return torch.from_numpy(np.random.default_rng([step, rank]).permutation(ROWS)[:40_000])
+
+    loader = bt.lookahead(range(steps), layer, ids=lambda step: {layer: ids(step)}) if ahead else range(steps)
+    for step in loader:
+        if leaves and step == 3 and rank == 0:
+            raise OSError("the loop is left")
+        layer(ids(step)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _fail(rank: int, how: str) -> tuple[str, float]:
+    calls = _prepare(rank, GPUS)
+    layer = bt.Embedding(ROWS, 4, optimizer=bb.SGD(lr=0.1))
+    _loop(rank, layer, 2)
+    assert calls
+    began = time.monotonic()
+    with pytest.raises((bb.BunkbedError, OSError)) as error:
+        if how == "leaves":
+            _loop(rank, layer, 6, leaves=True)
+        elif how == "mixed":
+            _loop(rank, layer, 3, ahead=rank == 1)
+        elif rank == 0:
+            layer(torch.arange(40_000))
+        else:
+            layer.table.contains(np.arange(30_000))
+    return str(error.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("how", "messages"),
+    [
+        # Where the first to hear of it has ended, the other one hears that.
+        ("leaves", ("the loop is left", "rank")),
+        ("mixed", ("the ranks do not do the same", "rank")),
+        ("other calls", (2 * ("rank 0 is at a lookup; rank 1 is at a contains of table 0, 'table'",))),
+    ],
+)
+def test_ranks_that_do_different_things_hear_of_it_at_once(how: str, messages: tuple[str, str]) -> None:
+    for (message, seconds), wanted in zip(spawn(2, _fail, how), messages, strict=True):
+        assert wanted in message and seconds < GROUP_SECONDS / 2
+
+
+class _Recomputed(nn.Module):
+    """A model whose lookup is made again in the backward pass; `head` is used by one rank only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = bt.Embedding(5000, 32, optimizer=bb.SGD(lr=0.1), seed=1)
+        self.first, self.head = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, ids: torch.Tensor, uses_head: bool) -> torch.Tensor:
+        found: torch.Tensor = checkpoint(lambda ids: torch.tanh(self.first(self.rows(ids))), ids, use_reentrant=False)
+        return (self.head(found) if uses_head else found).sum()
+
+
+def _train_recomputed(rank: int) -> list[str]:
+    calls = _prepare(rank, GPUS)
+    model = _Recomputed()
+    whole = DistributedDataParallel(model, find_unused_parameters=True, bucket_cap_mb=0.001)
+
+    def reduce(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses other annotations than its own
+        calls.append("reduction")
+        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return future.then(lambda one: one.value()[0] / 2)
+
+    whole.register_comm_hook(None, reduce)
+    optimizer = bt.Optimizer(whole)
+    for step in range(3):
+        ids = torch.from_numpy(np.random.default_rng([step, rank]).integers(0, 5000, 4000))
+        whole(ids, rank == 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return calls
+
+
+def test_a_lookup_that_is_made_again_does_not_get_between_reductions() -> None:
+    one, other = spawn(2, _train_recomputed)
+    assert one == other and "rest" in one and one.count("reduction") >= 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import bunkbed.torch as bt
-from rank_cases import HOSTS, Case, run
+from rank_cases import HOSTS, Case, cases, run
 from rank_processes import message_of, spawn
 
 
@@ -29,10 +30,51 @@ def test_rows_have_the_bits_of_one_process(host: str) -> None:
                 assert (found[key] == value) if isinstance(value, (int, list)) else (found[key] == value).all(), key
 
 
+#: Of one process under DDP, which must not see the float64 gradient of an anchor.
+ALONE = {
+    **{name: case for name, case in cases().items() if case.ram is None},
+    **{host: Case(host=host, clips=True) for host in HOSTS},
+}
+
+
+def _train_alone(rank: int) -> dict[str, dict[str, Any]]:
+    return {name: run(case, 1, rank) for name, case in ALONE.items()}
+
+
+@pytest.fixture(scope="module")
+def one() -> dict[str, dict[str, Any]]:
+    return spawn(1, _train_alone)[0]
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_group_of_one_process_has_the_bits_of_no_group(one: dict[str, dict[str, Any]], name: str) -> None:
+    alone = run(ALONE[name], 1, None)
+    assert one[name].keys() == alone.keys()
+    for key, value in alone.items():
+        assert np.array_equal(one[name][key], value, equal_nan=key == "norms"), key
+
+
+def _train_own_tables(rank: int) -> list[Any]:
+    """Train a table of each process's own under DDP."""
+    model = _Model(placement="local")
+    whole = DistributedDataParallel(model)
+    optimizer = bt.Optimizer(whole)
+    for step in range(3):
+        whole(torch.tensor([rank, 5, step + 7])).sum().backward()
+        assert model.rows.anchor.grad.dtype is torch.float64 and model.rows.anchor.grad.item() > 0
+        optimizer.step()
+        optimizer.zero_grad()
+    return [model.rows.table.step, model.rows.table.contains(range(20)).nonzero()[0].tolist()]
+
+
+def test_processes_with_tables_of_their_own_train_under_ddp() -> None:
+    assert spawn(2, _train_own_tables) == [[3, [0, 5, 7, 8, 9]], [3, [1, 5, 7, 8, 9]]]
+
+
 class _Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.rows = bt.Embedding(20, 4, seed=1)
+        self.rows = bt.Embedding(20, 4, seed=1, **options)
         self.dense = nn.Linear(4, 1)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,34 @@ def test_the_rule_that_divides_rows_is_file_format() -> None:
     assert counts.min() > 9_600 and counts.max() < 10_400
 
 
+def test_shards_of_ids_of_any_shape(tmp_path: Path) -> None:
+    with make(tmp_path / "user", 4) as table:
+        for ids in ([[1, 2, 3], [4, 5, 6]], 7, np.arange(10)[::3], np.zeros((0, 3), np.int64)):
+            shards = table.shards_of(ids)
+            assert shards.shape == np.shape(ids)
+            assert shards.reshape(-1).tolist() == [_owner(one, 4) for one in np.reshape(ids, -1).tolist()]
+
+
+def test_a_split_refuses_what_it_cannot_divide() -> None:
+    ids, parts = np.arange(5), np.zeros(4, np.uint16)
+    for wrong, count in ((parts[:0], 2), (parts, 0), (parts, 2**63), (np.zeros(65537, np.uint16), 2)):
+        with pytest.raises(ValueError, match=r"must be 1 to 65,536, got \d"):
+            _native.split(ids, wrong, count)
+    with pytest.raises(TypeError):
+        _native.split(ids, parts.astype(np.int64), 2)
+    with pytest.raises(ValueError, match=r"id 0 at position 0 is in a shard that belongs to none of 2 parts"):
+        _native.split(ids, parts + np.uint16(2), 2)
+    with pytest.raises(ValueError, match=r"the number of shards must be 1 to 65,536, got 0"):
+        _native.shards_of(ids, 0)
+    rows, out = np.zeros((3, 2), np.float32), np.empty(4, np.float32)
+    with pytest.raises(IndexError, match="place 3 is outside of 3 rows"):
+        _native.gather_scaled(rows, np.array([0, 3]), 1.0, out)
+    with pytest.raises(ValueError, match="3 rows of 2 values do not fill an array of 4"):
+        _native.gather_scaled(rows, np.arange(3), 1.0, out)
+    _native.gather_scaled(rows + np.float32(3), np.array([2, 0]), 0.5, out)
+    assert out.tolist() == [1.5] * 4
+
+
 def _owner(row: int, shards: int) -> int:
     """Return the shard of a row by the same rule, with Python's integers."""
     mask = 2**64 - 1

@@ -57,16 +57,16 @@ def shards_of(ids: Ids, num_shards: int) -> npt.NDArray[np.uint16]:
     """Return the shard of each row.
 
     Args:
-        ids: int64[N], none negative.
+        ids: int64[...], none negative.
         num_shards: 1 to 1024.
 
     Returns:
-        uint16[N], in ``[0, num_shards)``.
+        uint16[...], in ``[0, num_shards)``.
 
     >>> shards_of(np.array([0, 1, 2, 3, 4, 2**63 - 1]), 4).tolist()
     [3, 2, 2, 0, 1, 0]
     """
-    shards: npt.NDArray[np.uint16] = _native.shards_of(ids, num_shards)
+    shards: npt.NDArray[np.uint16] = _native.shards_of(ids.reshape(-1), num_shards).reshape(ids.shape)
     return shards
 
 

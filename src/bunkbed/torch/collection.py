@@ -269,7 +269,7 @@ class EmbeddingCollection(torch.nn.ModuleDict):  # type: ignore[misc]  # torch i
                 lookup.ids = own
                 if lookup.bags is not None:
                     lookup.bags.ids = own
-                lookup.batch, lookup.order = batch, next(pending.order)
+                lookup.batch, lookup.order = batch, pending.next_place()
                 lookup.anchor = anchors.setdefault(pending, len(anchors))
                 training.append(lookup)
             elif layer._zero_padding and lookup.bags is None:

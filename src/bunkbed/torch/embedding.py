@@ -49,7 +49,7 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untype
         else:
             rows = ctx.rows = id_array(ids)
         ctx.pending = pending.ref
-        ctx.order = next(pending.order)
+        ctx.order = pending.next_place()
         ctx.padding = layer.padding_idx
         if rows.size <= FEW_IDS or pending.rank_rows is not None:
             ctx.batch = None  # backward makes it, or the rows' owners do

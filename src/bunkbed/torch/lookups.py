@@ -47,7 +47,7 @@ class Lookup(torch.autograd.Function):  # type: ignore[misc]  # torch is untyped
             ids: the caller's tensor if ``request.ids`` is its memory, for torch to detect a change before backward.
         """
         pending = layer._pending
-        ctx.pending, ctx.request, ctx.order = pending.ref, request, next(pending.order)
+        ctx.pending, ctx.request, ctx.order = pending.ref, request, pending.next_place()
         if ids is not None:
             ctx.save_for_backward(ids)
         ctx.like = weights  # dtype and device only

@@ -8,7 +8,7 @@ from typing import Literal
 from bunkbed.core.budget import Budget
 from bunkbed.run.run import Run
 from bunkbed.table.opening import resolve
-from bunkbed.torch.ranks.group import ProcessGroup
+from bunkbed.torch.base.groups import ProcessGroup
 from bunkbed.torch.ranks.run import RankRun
 from bunkbed.torch.ranks.sharing import Sharing
 

@@ -34,6 +34,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from bunkbed import _native
 from bunkbed.adapters.bag_gradients import BagGradients, FloatArray, IntArray
@@ -80,6 +81,7 @@ class Pending:
         self._written: Tensor = None  # the tensor that `_norm` was written to
         self._is_first = False  # whether the present backward call is the first after the anchor's grad was None
         self._has_warned = False
+        self._is_in_ddp = False  # whether `DistributedDataParallel` has run the model
         self._parts: list[Part] = []
         self._arrived: list[Part] = []
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None
@@ -289,6 +291,12 @@ class Pending:
         if not self.is_local:
             require_one_process(self.name)
 
+    def next_place(self) -> int:
+        """Return the place of a lookup in the forward order."""
+        if DistributedDataParallel._active_ddp_module is not None:
+            self._is_in_ddp = True
+        return next(self.order)
+
     def no_change(self) -> Tensor:
         """Return the anchor's gradient of a lookup, -0.0, in a new tensor: autograd may keep it as ``.grad``."""
         return self._no_change.clone()
@@ -341,6 +349,12 @@ class Pending:
         self._norm = rounded(norm, grad.dtype)
         grad.fill_(self._norm if self._norm != 0.0 else -0.0)
         self._written = grad
+        if self._is_in_ddp:
+            # DDP wants a gradient of the parameter's dtype, and reduces zeros for None. It queues a callback too, maybe
+            # later than this one: ours queues the real one, which comes after DDP's.
+            self.anchor.grad = None
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(lambda: setattr(self.anchor, "grad", grad)))
 
     # ---- between backward and step
 

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from bunkbed.torch.ranks.rows import RankRows
 
 _IDS = Kind(10, "a lookup", frozenset({10, 11}))
-_PLANNED = Kind(11, "a lookup of planned ids", frozenset({10, 11}))
-_ROWS = Kind(15, "the rows of a lookup")
-_GRADS = Kind(12, "a backward")
+_PLANNED = Kind(11, "a lookup of planned ids", frozenset({10, 11}), bulk=True)
+_ROWS = Kind(15, "the rows of a lookup", bulk=True)
+_GRADS = Kind(12, "a backward", bulk=True)
 _NORMS = Kind(13, "the norms of a backward")
 _AHEAD = Kind(14, "the ids of a coming batch")
 

@@ -7,15 +7,15 @@ room, and ends the process at one that is larger). The rest of a larger message 
 room grows. So any two exchanges fit together, also two of ranks that do different things, and the headers show it:
 every rank raises an error that says what each rank does.
 
-Where the ranks' own process group has NCCL, the rest goes through it, by way of the GPU's memory, and the room does not
-grow. NCCL needs equal sizes on both sides of a pair; by then each rank knows them from the headers.
+Where the ranks' own process group has NCCL, the rest of rows and gradients goes through it, by way of the GPU's memory,
+and the room does not grow. NCCL hangs where sizes differ, or where ranks use the group in different orders. So it is
+used only where all headers allow it: see `Kind.bulk` and `Ranks.allows_bulk`.
 
 A rank whose own part fails sends the text of its error instead of a payload, and all ranks raise.
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import logging
@@ -37,6 +37,8 @@ from bunkbed import _native
 from bunkbed.core.types import Json
 from bunkbed.errors import BunkbedError
 from bunkbed.machine import processes
+from bunkbed.torch.base import groups
+from bunkbed.torch.base.groups import ProcessGroup
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -54,22 +56,18 @@ class Writer(Protocol):
 
 #: What a rank sends to another: arrays and writers, one after another.
 Payload: TypeAlias = Sequence[npt.NDArray[Any] | Writer]
-#: A process group of torch; None is the default group.
-ProcessGroup: TypeAlias = Any
-
 #: Time that a rank waits for the others before it logs a warning.
 PATIENCE = datetime.timedelta(seconds=60)
 #: Time after `PATIENCE` in which the ranks that also wait report it.
 _GRACE = datetime.timedelta(seconds=2)
-#: The timeout of a group whose backend does not tell its own.
-_TIMEOUT = datetime.timedelta(minutes=10)
 _ROOM = 1 << 16
 #: Bytes of a piece of `Ranks.send`.
 _PIECE = 1 << 20
 #: Seconds between looks at whether rank 0 is ready.
 _POLL_S = 0.02
-#: int64 words of a header: kind, number, facts, 1 with an error, bytes of the payload, bytes of the largest message.
-_WORDS = 6
+#: int64 words of a header: kind, number, facts, 1 with an error, bytes of the payload, bytes of the largest message, 1
+#: if the rest may go through NCCL.
+_WORDS = 7
 _HEADER = _WORDS * 8
 
 log = logging.getLogger("bunkbed.torch")
@@ -79,12 +77,14 @@ log = logging.getLogger("bunkbed.torch")
 class Kind:
     """A kind of exchange. `number` is in the header; `what` completes "rank 1 is at ...".
 
-    `ways` are the numbers of kinds that begin the same call; see `OtherWay`.
+    `ways` are the numbers of kinds that begin the same call; see `OtherWay`. `bulk`: the rest of a large message may go
+    through NCCL; see `Ranks.allows_bulk`. Not for what `Ranks.start` begins: a rank may do other things before it ends.
     """
 
     number: int
     what: str
     ways: frozenset[int] = frozenset()
+    bulk: bool = False
 
     def of(self, what: str) -> Kind:
         """Return the kind of exchanges of one `what`, which must be equal on all ranks."""
@@ -137,12 +137,11 @@ class Ranks:
         self._broken = ""
         self.local_world = self.world  # until the hosts are known
         host = processes.host()
-        bulk = _bulk_device(parent)
-        said = self.gather(
-            "making a layer",
-            lambda: [host, uuid.uuid4().hex, os.getpid(), processes.started(os.getpid()), bulk is not None],
-        )
-        if all(one[4] for one in said):
+        own, (bulk, gpu) = os.getpid(), groups.gpu_of(parent)
+        mine = [host, uuid.uuid4().hex, own, processes.started(own), gpu and f"{host} {gpu}"]
+        said = self.gather("making a layer", lambda: mine)
+        gpus = {one[4] for one in said} - {""}
+        if len(gpus) == self.world:  # NCCL refuses two ranks on one GPU
             self._bulk = bulk
         hosts = [one[0] for one in said]
         self.local_world = hosts.count(host)
@@ -155,7 +154,7 @@ class Ranks:
             if one[3] and one[0] == host and processes.started(one[2]) == one[3]
         }
         #: Kept alive: on rank 0 it may be the server, which the threads of others need to the end.
-        self._base = _base_store()
+        self._base = groups.base_store()
 
     def at_end(self, call: Callable[[], None]) -> None:
         """Make `end` call this."""
@@ -297,7 +296,14 @@ class Ranks:
         """Bytes that are received from a rank in one all-to-all."""
         return self._room
 
-    def rest(self, out: Bytes, sizes: list[int], rooms: list[int], largest: int, kind: Kind) -> Bytes:
+    def allows_bulk(self, kind: Kind) -> bool:
+        """Return whether the rest of a message may go through NCCL here: in a forward pass, or after a backward pass.
+
+        Not in a backward pass, because the order of a recomputed lookup and of DDP's buckets may differ among ranks.
+        """
+        return self._bulk is not None and kind.bulk and torch._C._current_autograd_node() is None
+
+    def rest(self, out: Bytes, sizes: list[int], rooms: list[int], *, largest: int, in_bulk: bool, kind: Kind) -> Bytes:
         """Exchange what did not fit into the room, uint8[sum(rooms)]; all ranks know each other's sizes.
 
         Args:
@@ -305,17 +311,18 @@ class Ranks:
             sizes: of them, by rank.
             rooms: what each rank sends to this one.
             largest: bytes of the largest message of any rank; gloo makes room for as many from now on.
+            in_bulk: through NCCL; all ranks say so.
             kind: of the exchange.
         """
-        if self._bulk is None:
+        if not in_bulk:
             inbox = np.empty(sum(rooms), np.uint8)
             self.wait(self.all_to_all(out, sizes, inbox, rooms), kind)
             self._room = max(self._room, 1 << (largest - 1).bit_length())
             return inbox
         self.exchanges += 1
-        received = torch.empty(sum(rooms), dtype=torch.uint8, device=self._bulk)
-        sent = torch.from_numpy(out).to(self._bulk)
         try:  # NCCL watches over its own timeout
+            received = torch.empty(sum(rooms), dtype=torch.uint8, device=self._bulk)
+            sent = torch.from_numpy(out).to(self._bulk)
             dist.all_to_all_single(received, sent, rooms, sizes, group=self.parent)
             found: Bytes = received.cpu().numpy()
         except RuntimeError as error:
@@ -415,7 +422,8 @@ class Sending:
         for rank, payload in enumerate(payloads):
             self._bodies[rank] = sum(one.nbytes for one in payload)
         largest = _HEADER + max((size for rank, size in enumerate(self._bodies) if rank != own), default=0)
-        header = [kind.number, ranks.next_number(), ranks.facts, int(error is not None), 0, largest]
+        in_bulk = error is None and ranks.allows_bulk(kind)
+        header = [kind.number, ranks.next_number(), ranks.facts, int(error is not None), 0, largest, int(in_bulk)]
         self._room = ranks.room
         sizes = [0 if rank == own else _HEADER + size for rank, size in enumerate(self._bodies)]
         self._out: Bytes = empty_bytes(sum(sizes))
@@ -478,7 +486,8 @@ class Sending:
                 for at, size in zip(self._starts, self._sizes, strict=True)
             ]
         )
-        inbox = ranks.rest(out, sizes, rest, largest, self._kind)
+        in_bulk = all(header[6] and header[:3] == headers[own][:3] for header in headers)
+        inbox = ranks.rest(out, sizes, rest, largest=largest, in_bulk=in_bulk, kind=self._kind)
         ends = np.cumsum(rest)
         return [
             np.concatenate([part, inbox[end - size : end]]) if size else part
@@ -547,13 +556,6 @@ def _completes(work: Any, time: datetime.timedelta) -> bool:
     return True
 
 
-def _base_store() -> dist.Store:
-    store = dist.distributed_c10d._get_default_store()
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return store
-
-
 _known: dict[str, tuple[Any, Ranks]] = {}
 
 
@@ -567,24 +569,5 @@ def ranks_of(group: ProcessGroup = None) -> Ranks:
             if former not in dist.distributed_c10d._world.pg_map:
                 ranks.end()
                 del _known[old]
-        found = _known[name] = group, Ranks(group, _timeout_of(group))
+        found = _known[name] = group, Ranks(group, groups.timeout_of(group))
     return found[1]
-
-
-def _bulk_device(group: ProcessGroup) -> torch.device | None:
-    """Return this rank's GPU if the group has NCCL."""
-    if not dist.is_nccl_available() or not torch.cuda.is_available():
-        return None
-    with contextlib.suppress(RuntimeError):
-        if group._get_backend(torch.device("cuda")).name() == "nccl":
-            return torch.device("cuda", torch.cuda.current_device())
-    return None
-
-
-def _timeout_of(group: ProcessGroup) -> datetime.timedelta:
-    """Return the timeout that the group was made with; `new_group` does not take it over."""
-    for device in ("cpu", "cuda"):
-        with contextlib.suppress(RuntimeError, AttributeError):
-            timeout: datetime.timedelta = group._get_backend(torch.device(device)).options._timeout
-            return timeout
-    return _TIMEOUT

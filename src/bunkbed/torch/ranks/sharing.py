@@ -8,7 +8,8 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from bunkbed.torch.ranks.group import ProcessGroup, Ranks, ranks_of
+from bunkbed.torch.base.groups import ProcessGroup
+from bunkbed.torch.ranks.group import Ranks, ranks_of
 
 
 @dataclass(frozen=True)
