@@ -22,11 +22,12 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bunkbed import _native
-from bunkbed.core.arguments import as_whole
+from bunkbed.core.arguments import Floats, Ids, as_whole
 from bunkbed.core.budget import parse_bytes
 from bunkbed.core.typed import typed
 from bunkbed.errors import CorruptionError, FormatError, TableLockedError
@@ -47,6 +48,8 @@ from bunkbed.table.table import Table
 Progress = Callable[[int, int], None]
 
 _CHUNK_BYTES = 8 << 20
+#: Most shards that are written at the same time.
+_MOST_THREADS = 8
 _OF_A_TABLE = re.compile(r"lock|new-.*|(manifest|segment|directory)-\d{16}")
 _OF_A_SHARDED_TABLE = re.compile(r"lock|files|tables|run-\d{16}|new-run-.*")
 
@@ -345,16 +348,29 @@ def _copy_rows(table: Table, made: Table, progress: Progress | None) -> int:
     fields = [made.field(slot) for slot in slots] + made.usage_fields
     shards = made.core.cores
     total, done = len(table), 0
-    for ids, values in table.scan_fields(fields, max(256, min(65_536, _CHUNK_BYTES // (4 * table.dim)))):
-        split = Split.by_shard(ids, len(shards))
-        mine, sorted_values = split.take(ids), [split.take(one) for one in values]
-        for index, shard in enumerate(shards):
-            part = split.part(index)
-            for (field, _), one in zip(fields, sorted_values, strict=True):
-                shard.set(mine[part], field, one[part])
-        done += len(ids)
-        if progress is not None:
-            progress(done, total)
+
+    def write(shard: _native.Table, ids: Ids, values: list[Floats]) -> None:
+        for (field, _), one in zip(fields, values, strict=True):
+            shard.set(ids, field, one)
+
+    chunk = max(256, min(65_536, _CHUNK_BYTES // (4 * table.dim)))
+    with ThreadPoolExecutor(min(len(shards), _MOST_THREADS), "bunkbed-reshard") as threads:
+        writes: list[Future[None]] = []  # of the chunk before: it is written while the next one is read
+        for ids, values in table.scan_fields(fields, chunk):
+            split = Split.by_shard(ids, len(shards))
+            mine, sorted_values = split.take(ids), [split.take(one) for one in values]
+            for each in writes:
+                each.result()
+            parts = [split.part(index) for index in range(len(shards))]
+            writes = [
+                threads.submit(write, shard, mine[part], [one[part] for one in sorted_values])
+                for shard, part in zip(shards, parts, strict=True)
+            ]
+            done += len(ids)
+            if progress is not None:
+                progress(done, total)
+        for each in writes:
+            each.result()
     if len(made) > total:
         raise _LaterHasLess(f"table '{table.name}' has lost rows that it had before")
     if done != total or len(made) != total:
