@@ -1,4 +1,4 @@
-// Which shard, thread or process works on each id of a batch.
+// The ids and gradients of a batch, divided among shards or processes.
 #pragma once
 
 #include <cstddef>

@@ -55,7 +55,7 @@ class Side:
         self.missed: list[int] = []
         self.reads: list[int] = []
         self.moved: list[tuple[int, int]] = []  # bytes read and written
-        self.device_s: list[float] = []  # the device's time for these
+        self.device_s: list[float] = []  # the device's time for these; 0: not measured
 
     def epoch(self) -> None:
         """Train one epoch."""
@@ -73,9 +73,10 @@ class Side:
         self.missed.append(missed)
         self.reads.append(reports[0].disk_reads or 0)
         self.moved.append((read, written))
+        self.device_s.append(0.0)
         if read and any(file.stat().st_size >= LARGE for file in self._run.path.rglob("segment-*")):
             device = Device.measure(self._run.path, PROBE_S)
-            self.device_s.append(read / device.read_bytes_per_s + written / device.write_bytes_per_s)
+            self.device_s[-1] = read / device.read_bytes_per_s + written / device.write_bytes_per_s
 
     def _counts(self) -> list[int]:
         """Return rows missed, bytes read and bytes written so far."""
@@ -117,7 +118,7 @@ def measure(name: str, config: TrainConfig, data: Dataset, orders: list[str], fo
                 f"{'':>15}  {side.order}: {common.spread(ratios, 'x of all in RAM', 1)}"
                 + (f", wanted: at most {wanted:g}" if wanted else "")
             )
-            of_device = [one / other for one, other in zip(seconds, side.device_s[-len(seconds) :], strict=False)]
+            of_device = [one / other for one, other in zip(seconds, side.device_s[1:], strict=True) if other]
             if of_device:
                 read, written = (statistics.median(column) / 1e9 for column in zip(*side.moved[1:], strict=True))
                 time = common.spread(of_device, "x of the device's time", 1)

@@ -100,7 +100,7 @@ def reshard(
         shards: new number of shards, 1 to 1024. The present number changes nothing.
         drop_snapshots: True: drop the snapshots of earlier commits. False: raise an error if there are any, or for a
             run, if they cannot be kept because rows were removed after one or the run went back.
-        ram: budget: half for reading, half for writing. The arrays of one chunk take up to 100 MiB more.
+        ram: budget: half for reading, half for writing. The arrays of two chunks take up to 100 MiB more.
         progress: called with (rows done, rows in all), a few times a second.
 
     Raises:

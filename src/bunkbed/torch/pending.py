@@ -45,6 +45,7 @@ from bunkbed.errors import ReadOnlyError
 from bunkbed.table.table import Table
 from bunkbed.torch.base.checkpoint import PREFIX
 from bunkbed.torch.base.gradients import HostRows, Part, Rows
+from bunkbed.torch.base.groups import after_reduction
 from bunkbed.torch.base.types import Device, RowsBatch
 from bunkbed.torch.device.base import capabilities
 from bunkbed.torch.device.tiers import Tier, make_tier
@@ -350,11 +351,8 @@ class Pending:
         grad.fill_(self._norm if self._norm != 0.0 else -0.0)
         self._written = grad
         if self._is_in_ddp:
-            # DDP wants a gradient of the parameter's dtype, and reduces zeros for None. It queues a callback too, maybe
-            # later than this one: ours queues the real one, which comes after DDP's.
-            self.anchor.grad = None
-            queue = torch.autograd.Variable._execution_engine.queue_callback
-            queue(lambda: queue(lambda: setattr(self.anchor, "grad", grad)))
+            self.anchor.grad = None  # DDP wants a gradient of the parameter's dtype, and reduces zeros for None
+            after_reduction(lambda: setattr(self.anchor, "grad", grad))
 
     # ---- between backward and step
 

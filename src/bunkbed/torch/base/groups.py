@@ -1,9 +1,10 @@
-"""What torch.distributed does not tell of a process group by its public functions."""
+"""What torch.distributed does not offer by its public functions."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
@@ -41,3 +42,12 @@ def base_store() -> dist.Store:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
+
+
+def after_reduction(call: Callable[[], object]) -> None:
+    """In a backward pass: call at its end, after the reductions of `DistributedDataParallel`.
+
+    DDP queues a callback, too, maybe later than this one: so this one queues the real one.
+    """
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(lambda: queue(call))

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
-import torch
 
 from bunkbed import _native
 from bunkbed.core.arguments import Floats, Ids
 from bunkbed.core.types import Json
 from bunkbed.torch.base.gradients import Part
+from bunkbed.torch.base.groups import after_reduction
 from bunkbed.torch.ranks.group import Bytes, Kind, OtherWay, Ranks, RanksError, Sending
 from bunkbed.torch.ranks.plan import Plan, ScaledRows, Wish, empty_rows, split_by_owner
 
@@ -238,9 +238,7 @@ class Exchange:
                     gradients.prepare()
                 except Exception as error:
                     found.error = found.error or error
-            # DDP queues a callback too, maybe later than this one: ours queues the real one, which comes after DDP's.
-            queue = torch.autograd.Variable._execution_engine.queue_callback
-            queue(lambda: queue(lambda: self._backward(task)))
+            after_reduction(lambda: self._backward(task))
         found.parts[number] = parts
 
     def _live(self) -> dict[int, Gradients]:
