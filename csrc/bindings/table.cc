@@ -238,11 +238,20 @@ void bind_table(nb::module_& m) {
 
   m.def(
       "create",
-      [](const std::string& path, const std::string& name, const TableSpec& spec, size_t ram_bytes,
-         uint64_t disk_bytes) {
-        return unlocked([&] { return Table::create(vfs::current(), path, name, spec, ram_bytes, disk_bytes); });
+      [](const std::string& path, const std::string& name, const TableSpec& spec, size_t ram_bytes, uint64_t disk_bytes,
+         const std::optional<std::pair<nb::bytes, uint64_t>>& identity) {
+        std::optional<Identity> of;
+        if (identity.has_value()) {
+          const auto& [uuid, epoch] = *identity;
+          of.emplace();
+          if (uuid.size() != of->uuid.size() || epoch == 0) throw nb::value_error("no uuid and number of a commit");
+          std::memcpy(of->uuid.data(), uuid.c_str(), uuid.size());
+          of->epoch = epoch;
+        }
+        return unlocked([&] { return Table::create(vfs::current(), path, name, spec, ram_bytes, disk_bytes, of); });
       },
-      "path"_a, "name"_a, "spec"_a, "ram_bytes"_a, "disk_bytes"_a);
+      "path"_a, "name"_a, "spec"_a, "ram_bytes"_a, "disk_bytes"_a, "identity"_a = nb::none(),
+      "Make a table. `identity`: (uuid, number of the first commit) of the table that it replaces.");
   m.def(
       "open",
       [](const std::string& path, const std::string& name, bool writable, size_t ram_bytes, const std::string& snapshot,
@@ -379,6 +388,14 @@ void bind_table(nb::module_& m) {
              unlocked(
                  [&] { t.scatter_records(ids.data(), ids.shape(0), reinterpret_cast<const std::byte*>(in.data())); });
            })
+      .def("append_records",
+           [](Table& t, const Ids& ids, const RecordsIn& in) {
+             if (in.shape(0) != ids.shape(0) || in.shape(1) != t.payload_bytes()) {
+               throw nb::value_error("append_records() takes one whole record for each id");
+             }
+             unlocked(
+                 [&] { t.append_records(ids.data(), ids.shape(0), reinterpret_cast<const std::byte*>(in.data())); });
+           })
       .def(
           "set_device_cache",
           [](Table& t, std::shared_ptr<DeviceMap> map, nb::object write_back) {
@@ -490,6 +507,13 @@ void bind_table(nb::module_& m) {
             unlocked([&] { new (self) Scan(table, fields); });
           },
           "table"_a, "fields"_a, nb::keep_alive<1, 2>())
+      .def("next_records",
+           [](Scan& scan, const nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& ids,
+              const RecordsOut& records) {
+             return unlocked([&] {
+               return scan.next_records(ids.shape(0), ids.data(), reinterpret_cast<std::byte*>(records.data()));
+             });
+           })
       .def("next", [](Scan& scan, const nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& ids,
                       const std::vector<FloatsOut>& values) {
         std::vector<float*> out;

@@ -7,9 +7,11 @@
 
 namespace bunkbed {
 
-void ChunkBuffers::reset(size_t most) {
+void ChunkBuffers::reset(size_t most, size_t bytes) {
   chunks_.clear();
+  memory_.clear();
   most_ = most;
+  bytes_ = bytes;
 }
 
 void ChunkBuffers::open(Chunk* chunk) {
@@ -81,7 +83,12 @@ Chunk* ChunkBuffers::find_free() {
       const auto found = std::find_if(chunks_.begin(), chunks_.end(), is_free);
       if (found != chunks_.end()) return found->get();
       if (chunks_.size() < most_) {
-        chunks_.push_back(std::make_unique<Chunk>());
+        if (memory_.empty()) memory_ = vfs::Buffer::side_by_side(most_ - chunks_.size(), bytes_);
+        auto made = std::make_unique<Chunk>();
+        chunks_.reserve(chunks_.size() + 1);
+        made->memory = std::move(memory_.back());
+        memory_.pop_back();
+        chunks_.push_back(std::move(made));
         return chunks_.back().get();
       }
       const auto is_over = [](const auto& chunk) {

@@ -33,9 +33,10 @@ struct Chunk {
 // Each call requires the table's lock unless its comment says otherwise.
 class ChunkBuffers {
  public:
-  explicit ChunkBuffers(size_t most) : most_(most) {}
+  // At most `most` buffers, each of so many bytes.
+  ChunkBuffers(size_t most, size_t bytes) : most_(most), bytes_(bytes) {}
   // Requires that no write is under way. Forgets all buffers.
-  void reset(size_t most);
+  void reset(size_t most, size_t bytes);
 
   const std::vector<std::unique_ptr<Chunk>>& all() const { return chunks_; }
   // A free buffer. Waits for a write when there is none. The buffer stays free until open(): a failure before that
@@ -65,6 +66,8 @@ class ChunkBuffers {
 
  private:
   size_t most_;
+  size_t bytes_;
+  std::vector<vfs::Buffer> memory_;  // of buffers that are not made yet
   std::vector<std::unique_ptr<Chunk>> chunks_;
   Mutex mutex_;  // guards also the state and error of every Chunk
   uint64_t writes_ended_ GUARDED_BY(mutex_) = 0;

@@ -38,7 +38,7 @@ Log::Log(vfs::Vfs& vfs, std::string directory, const Uuid& uuid, size_t payload_
               .stride = record_stride(payload_bytes),
               .slots_per_segment = slots_per_segment},
       memory_(memory),
-      buffers_(memory.num_chunks) {
+      buffers_(memory.num_chunks, memory.chunk_bytes) {
   vfs::current_io();  // reports a wrong BUNKBED_IO now, not at the first read
   reads_.resize(memory_.read_slice_bytes, memory_.num_read_slices);
 }
@@ -83,7 +83,7 @@ void Log::begin_epoch(uint64_t epoch, uint64_t next_segment, uint64_t next_versi
 void Log::set_memory(const LogMemory& memory) {
   drain();
   running_.chunk = nullptr;  // at most an empty one: drain() closed the others
-  buffers_.reset(memory.num_chunks);
+  buffers_.reset(memory.num_chunks, memory.chunk_bytes);
   memory_ = memory;
   reads_.resize(memory_.read_slice_bytes, memory_.num_read_slices);
 }
@@ -143,7 +143,6 @@ void Log::open_chunk(Stream* stream) {
   }
   if (stream->segment == nullptr) open_segment(stream);
   Segment* const segment = stream->segment;
-  if (chunk->memory.size() == 0) chunk->memory = vfs::Buffer(memory_.chunk_bytes);
   chunk->kind = ChunkKind::kData;
   chunk->segment = segment;
   chunk->epoch = stream->epoch;
@@ -329,7 +328,7 @@ void Log::abandon() {
   running_.chunk = ending_.chunk = nullptr;
   running_.segment = ending_.segment = nullptr;
   is_ending_ = false;
-  buffers_.reset(memory_.num_chunks);
+  buffers_.reset(memory_.num_chunks, memory_.chunk_bytes);
   for (const auto& [id, segment] : segments_.all()) {
     if (segment->file.use_count() == 1) continue;
     try {

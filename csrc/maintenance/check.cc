@@ -4,6 +4,7 @@
 #include <atomic>
 #include <map>
 #include <set>
+#include <span>
 #include <stdexcept>
 
 #include "base/error.h"
@@ -21,6 +22,7 @@ namespace bunkbed {
 namespace {
 
 constexpr size_t kPieceBytes = 1u << 20;
+constexpr size_t kReadBytes = 2u << 20;    // several chunks are read at once, into one huge page
 constexpr size_t kMaxRecordProblems = 20;  // listed for a segment; the rest is counted
 // A thread either waits for a read or verifies its bytes: a few threads keep both the disk and two processors busy.
 constexpr size_t kThreads = 4;
@@ -38,7 +40,9 @@ class SegmentCheck {
     std::vector<ChunkTrailer> chunks;
     find_chunks(&chunks);
     uint64_t done = kSegmentHeaderBytes;
-    for (const ChunkTrailer& chunk : chunks) {
+    for (size_t i = 0; i < chunks.size(); ++i) {
+      const ChunkTrailer& chunk = chunks[i];
+      read_from({chunks.begin() + static_cast<ptrdiff_t>(i), chunks.end()});
       check_chunk(chunk, [&](uint64_t to) {
         at(to - done);
         done = to;
@@ -103,6 +107,27 @@ class SegmentCheck {
       end = chunks->back().begin;
     }
     std::reverse(chunks->begin(), chunks->end());
+  }
+
+  // Reads the first of these chunks, and as many more as there is room for, unless it was read with one before. Where
+  // that fails, the read of the part that cannot be read reports it.
+  void read_from(std::span<const ChunkTrailer> chunks) {
+    const uint64_t begin = chunks.front().begin;
+    if (span_.segment == segment_->id && span_.begin <= begin && chunks.front().end <= span_.end) return;
+    if (begin < unreadable_to_) return;
+    uint64_t end = begin;
+    for (const ChunkTrailer& chunk : chunks) {
+      if (chunk.begin != std::max(begin, end) || chunk.end - begin > kReadBytes) break;
+      end = chunk.end;
+    }
+    if (end == begin) return;
+    const size_t room = std::min<uint64_t>(kReadBytes, segment_->bytes);
+    if (span_.memory.size() < room) span_ = {.memory = vfs::Buffer(room)};
+    try {
+      log_->reader().read_span(*segment_, begin, end - begin, &span_);
+    } catch (const Error&) {
+      unreadable_to_ = end;
+    }
   }
 
   template <typename At>
@@ -177,6 +202,7 @@ class SegmentCheck {
   std::vector<uint64_t> versions_;
   size_t damaged_records_ = 0;
   bool has_padding_ = false;
+  uint64_t unreadable_to_ = 0;  // chunks before it are read one by one
   const ShardPlace place_;
   bool has_misplaced_ = false;
 };

@@ -20,6 +20,8 @@ namespace {
 // Bytes to read ahead, as a number of chunk buffers: a 24th of the budget, at most 4 MiB. A reader's plan includes as
 // much for chunks, which it never writes. A writer takes this memory in addition to its budget while it scans.
 constexpr size_t kChunksAhead = 4;
+// Also one for the chunk that the scan returns, and one for the chunk before it.
+constexpr size_t kSpare = kChunksAhead + 2;
 // Chunks of a table that was written with a smaller budget are smaller.
 constexpr size_t kMaxReadsAhead = 32;
 constexpr size_t kFramesAhead = 8;
@@ -71,8 +73,9 @@ Scan::Scan(Table* table, const std::vector<size_t>& fields)
   moves_ = table_.store->compactor().records_moved();
   // Whether frames have all wanted fields. A reader's frames have the weights alone.
   const size_t held = table_.store->frame_bytes();
-  is_in_frames_ =
-      std::all_of(fields_.begin(), fields_.end(), [&](const Field& f) { return f.offset + field_bytes(f) <= held; });
+  is_in_frames_ = fields_.empty() ? table_.payload_bytes <= held
+                                  : std::all_of(fields_.begin(), fields_.end(),
+                                                [&](const Field& f) { return f.offset + field_bytes(f) <= held; });
   Log* log = table_.store->log();
   if (log == nullptr) return;
   // The log now has every row's newest record and all frames are clean. So lookups during the scan append nothing:
@@ -82,7 +85,13 @@ Scan::Scan(Table* table, const std::vector<size_t>& fields)
     table_.store->compaction().forgive();
     log->drain();
   }
-  for (const auto& [id, segment] : log->segments()) segments_.push_back(id);
+  uint64_t bytes = 0;
+  for (const auto& [id, segment] : log->segments()) {
+    segments_.push_back(id);
+    bytes += segment->bytes;
+  }
+  const size_t spare_bytes = kSpare * table_.store->plan().log.chunk_bytes;
+  if (bytes > spare_bytes) spare_ = vfs::Buffer::side_by_side(kSpare, spare_bytes / kSpare);
 }
 
 Scan::~Scan() {
@@ -114,7 +123,10 @@ void Scan::read_ahead() {
       });
       if (!is_new) continue;
       auto read = std::make_shared<ReadAhead>();
-      std::swap(read->span, spare_);  // reuses its memory
+      if (!spare_.empty()) {
+        read->span.memory = std::move(spare_.back());
+        spare_.pop_back();
+      }
       read->segment = segment->id;
       read->chunk = chunks[c].begin;
       read->begin = begin;
@@ -142,7 +154,7 @@ void Scan::take(const Segment& segment, const ChunkTrailer& chunk) {
       std::swap(span_, read->span);
       table_.store->log()->reader().count_read_bytes(read->end - read->begin);
     }
-    std::swap(spare_, read->span);
+    if (spare_.size() < kSpare && read->span.memory.size() > 0) spare_.push_back(std::move(read->span.memory));
     if (is_it) return;
   }
 }
@@ -154,6 +166,17 @@ size_t Scan::next(size_t n, int64_t* ids, std::span<float* const> values) {
     for (size_t f = 0; f < fields_.size(); ++f) {
       read_field(fields_[f], record, values[f] + row * fields_[f].length);
     }
+    ++row;
+  });
+}
+
+size_t Scan::next_records(size_t n, int64_t* ids, std::byte* records) {
+  const size_t bytes = table_.payload_bytes;
+  if (!fields_.empty()) throw Error(ErrorKind::kInvalid, "a scan of some fields has no whole records");
+  size_t row = 0;
+  return visit(n, [&](int64_t id, const std::byte* record) {
+    ids[row] = id;
+    std::memcpy(records + row * bytes, record, bytes);
     ++row;
   });
 }

@@ -27,13 +27,15 @@ namespace bunkbed {
 // Walks every stored row once, in log order. Fails when the table is changed meanwhile.
 class Scan {
  public:
-  // Returns these fields of each row. Takes the lock.
+  // Returns these fields of each row, or with no fields its whole record. Takes the lock.
   Scan(Table* table, const std::vector<size_t>& fields);
   ~Scan();
   Scan(const Scan&) = delete;
   Scan& operator=(const Scan&) = delete;
   // Returns up to n rows; 0 at the end. values: for each field (n, its length). Takes the lock.
   size_t next(size_t n, int64_t* ids, std::span<float* const> values);
+  // The same for whole records: (n, payload_bytes). Requires a scan of no fields.
+  size_t next_records(size_t n, int64_t* ids, std::byte* records);
   // Calls visit(id, record) for up to n rows, under the lock; returns their number, 0 at the end. A record has at least
   // the bytes up to the end of the wanted fields.
   using Visit = std::function<void(int64_t id, const std::byte* record)>;
@@ -62,7 +64,7 @@ class Scan {
   std::vector<Entry> entries_;
   Span span_;
   std::deque<std::shared_ptr<ReadAhead>> ahead_;  // in the order of the scan
-  Span spare_;                                    // memory for the next read ahead
+  std::vector<vfs::Buffer> spare_;                // memory for the next reads ahead
   const int owner_pid_;
   uint32_t frame_ = 0;
 };

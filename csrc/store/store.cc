@@ -82,7 +82,7 @@ void Store::check_budget() const {
 void Store::evict(uint32_t frame) {
   FrameInfo& info = cache_.info(frame);
   if (cache_.is_frozen(frame)) {
-    write_frozen_frame(frame);
+    append_batch(&frame, 1, true);
   } else if (cache_.is_dirty(frame)) {
     if (log_ == nullptr) {
       const size_t needed = ram_bytes() + ram_bytes() / 4;
@@ -202,6 +202,40 @@ Directory::NewRows Store::new_rows(const int64_t* rows, size_t n, const Admissio
   return directory_->new_rows(absent.data(), absent.size());
 }
 
+// The log's record of a stored row, or its frame, is not needed any more. A frozen frame must be written before.
+void Store::give_up_record(Entry entry) {
+  uint64_t position = position_of(entry);
+  if (is_frame(entry)) {
+    const uint32_t frame = frame_of(entry);
+    position = cache_.info(frame).position;
+    if (cache_.is_dirty(frame)) --unwritten_.dirty;
+    cache_.release(frame);
+  }
+  if (position != kNoPosition) --log_->segment_of(position).live;
+}
+
+void Store::append_records(const int64_t* rows, size_t n, const std::byte* records, bool* wrote) {
+  Entry entries[kAppendBatch];
+  uint32_t frames[kAppendBatch];
+  Log::Source sources[kAppendBatch];
+  uint64_t positions[kAppendBatch];
+  for (size_t begin = 0; begin < n;) {
+    const size_t count = std::min(kAppendBatch, n - begin);
+    for (size_t i = 0; i < count; ++i) sources[i] = {rows[begin + i], records + (begin + i) * plan_.payload_bytes};
+    const size_t taken = log_->append(sources, count, positions);
+    *wrote = true;
+    directory_->locate(rows + begin, taken, entries);
+    for (size_t i = 0; i < taken; ++i) frames[i] = is_frame(entries[i]) ? frame_of(entries[i]) : kNoFrame;
+    write_frozen_frames(frames, taken);  // the commit under way has these rows
+    for (size_t i = 0; i < taken; ++i) {
+      if (is_stored(entries[i])) give_up_record(entries[i]);
+      directory_->set(rows[begin + i], entry_of_position(positions[i]));
+    }
+    begin += taken;
+    compaction_.compact_some();
+  }
+}
+
 void Store::erase(const int64_t* rows, size_t n, bool* wrote) {
   constexpr size_t kAtOnce = 4096;
   std::vector<int64_t> stored;
@@ -210,18 +244,11 @@ void Store::erase(const int64_t* rows, size_t n, bool* wrote) {
   compactor_.set_goal();
   const auto forget = [this](int64_t row) {
     const Entry entry = directory_->find(row);
-    uint64_t position = kNoPosition;
-    if (is_count(entry)) {
-      if (fault_is("count_survives_delete")) return;
-    } else if (is_frame(entry)) {
-      const uint32_t frame = frame_of(entry);
-      position = cache_.info(frame).position;
-      if (cache_.is_dirty(frame)) --unwritten_.dirty;
-      cache_.release(frame);
-    } else {
-      position = position_of(entry);
+    if (!is_count(entry)) {
+      give_up_record(entry);
+    } else if (fault_is("count_survives_delete")) {
+      return;
     }
-    if (position != kNoPosition) --log_->segment_of(position).live;
     directory_->set(row, kAbsent);
   };
   for (size_t begin = 0; begin < n; begin += kAtOnce) {
@@ -237,9 +264,7 @@ void Store::erase(const int64_t* rows, size_t n, bool* wrote) {
     if (stored.empty()) continue;
     *wrote = true;
     compactor_.set_deletions_from(std::max<uint64_t>(1, compactor_.deletions_from()));
-    for (const uint32_t frame : frames) {
-      if (cache_.is_frozen(frame)) write_frozen_frame(frame);  // the commit under way has this row
-    }
+    write_frozen_frames(frames.data(), frames.size());  // the commit under way has these rows
     if (log_ != nullptr && !fault_is("lost_tombstone"))
       log_->append_others(stored.data(), nullptr, nullptr, stored.size());
     for (const int64_t row : stored) forget(row);
@@ -375,8 +400,6 @@ void Store::freeze() {
   next_to_write_ = 0;
   log_->begin_next_epoch(unwritten_.frozen);
 }
-
-void Store::write_frozen_frame(uint32_t frame) { append_batch(&frame, 1, true); }
 
 // Appends the records of frames, all frozen or all dirty, in this order. After a failure the earlier ones are written.
 void Store::append_batch(const uint32_t* frames, size_t n, bool are_frozen) {

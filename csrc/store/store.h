@@ -126,6 +126,9 @@ class Store {
   // Deletes rows, which are distinct; those that are not stored are skipped. None may be loading. `wrote`: set
   // before the first change; a failure after that leaves the log with tombstones of rows that the directory has.
   void erase(const int64_t* rows, size_t n, bool* wrote);
+  // Appends whole records of distinct rows to the log, and takes no frames for them. None may be loading. Requires
+  // reserve() and a log. `wrote`: set before the first change. After a failure some rows have the new records.
+  void append_records(const int64_t* rows, size_t n, const std::byte* records, bool* wrote);
   // Replaces pin(create) for a batch that is_placed(); its rows need no pins. Otherwise does nothing and returns false.
   bool place_for_update(const Batch& batch);
 
@@ -148,7 +151,6 @@ class Store {
   Staging begin_staging(const int64_t* rows, size_t n, uint32_t batch = kNoUse);
   void end_staging(const Staging& staging, bool failed);
   bool is_loading(uint32_t frame) const { return cache_.info(frame).loading != 0; }
-  void mark_dirty(uint32_t frame) { mark_dirty(&frame, 1); }
   void mark_dirty(const uint32_t* frames, size_t n);  // skips kNoFrame
   // Copies the first `record_bytes` of the rows' records. Rows may be repeated. Does not change the cache.
   void fetch(const int64_t* rows, size_t n, size_t record_bytes, std::byte* records, Fetched* counts = nullptr);
@@ -214,7 +216,7 @@ class Store {
   void load(Missing* missing, size_t n, bool create, bool overwrite, uint32_t* frames);
   void evict(uint32_t frame);
   void hold_staged(uint32_t frame);
-  void write_frozen_frame(uint32_t frame);
+  void give_up_record(Entry entry);
   void append_batch(const uint32_t* frames, size_t n, bool are_frozen);
   void write_frozen_frames(const uint32_t* frames, size_t n);
   // Takes `n` frames for rows of a batch of the window (kNoUse: of none); fewer only where no more frame may be

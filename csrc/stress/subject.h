@@ -40,7 +40,8 @@ class Subject {
   std::vector<int64_t> ids_of(const std::vector<size_t>& rows) const;
   // Returns rows() for an id that is not the subject's.
   size_t row_of(int64_t id) const;
-  // In an episode only set() and scatter_records() of one thread change an owned row, and update() of any the others.
+  // In an episode only set(), scatter_records() and append_records() of one thread change an owned row, and update() of
+  // any the others.
   bool is_owned(size_t row) const { return row % shape_.pairs % 8 == 7; }
   size_t owner(size_t row, size_t threads) const { return row % shape_.pairs / 8 % threads; }
   size_t some_ram(Rng* rng) const;

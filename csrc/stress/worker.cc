@@ -260,7 +260,7 @@ void Worker::set(Subject& s) {
   change(s, "set", amounts, [&] { s.table->set(ids.data(), ids.size(), 0, values.data()); });
 }
 
-void Worker::scatter_records(Subject& s) {
+void Worker::write_records(Subject& s) {
   const std::vector<size_t> rows = own_rows(s);
   std::map<size_t, int32_t> amounts;
   const std::vector<int64_t> ids = s.ids_of(rows);
@@ -273,7 +273,11 @@ void Worker::scatter_records(Subject& s) {
       std::memcpy(records.data() + i * bytes + j * sizeof(float), &value, sizeof(float));
     }
   }
-  change(s, "scatter_records", amounts, [&] { s.table->scatter_records(ids.data(), ids.size(), records.data()); });
+  if (s.shape().on_disk && rng_.one_in(2)) {
+    change(s, "append_records", amounts, [&] { s.table->append_records(ids.data(), ids.size(), records.data()); });
+  } else {
+    change(s, "scatter_records", amounts, [&] { s.table->scatter_records(ids.data(), ids.size(), records.data()); });
+  }
 }
 
 bool Worker::update_as_one(const std::vector<std::unique_ptr<Subject>>& subjects) {

@@ -80,7 +80,7 @@ class Worker {
   void gather_records(Subject& s);
   void contains(Subject& s);
   void set(Subject& s);
-  void scatter_records(Subject& s);
+  void write_records(Subject& s);
   void scan(Subject& s);
   void commit(Subject& s);
   void begin_commit(Subject& s);

@@ -178,7 +178,7 @@ bool Worker::call(Subject& s) {
   } else if (choice < 78) {
     if (may_change) set(s);
   } else if (choice < 81) {
-    if (may_change) scatter_records(s);
+    if (may_change) write_records(s);
   } else if (choice < 84) {
     gather_records(s);
   } else if (choice < 86) {

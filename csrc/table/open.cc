@@ -30,7 +30,8 @@ Uuid new_uuid() {
 }  // namespace
 
 std::unique_ptr<Table> Table::create(vfs::Vfs& vfs, const std::string& path, const std::string& name,
-                                     const TableSpec& spec, size_t ram_bytes, uint64_t disk_bytes) {
+                                     const TableSpec& spec, size_t ram_bytes, uint64_t disk_bytes,
+                                     const std::optional<Identity>& identity) {
   OpenOptions options;
   options.ram_bytes = ram_bytes;
   options.disk_bytes = disk_bytes;
@@ -104,7 +105,8 @@ std::unique_ptr<Table> Table::create(vfs::Vfs& vfs, const std::string& path, con
     clear_scratch(vfs, path);
   }
   Manifest manifest;
-  manifest.uuid = new_uuid();
+  manifest.uuid = identity.has_value() ? identity->uuid : new_uuid();
+  manifest.epoch = identity.has_value() ? identity->epoch - 1 : 0;
   manifest.reader_flags =
       (has_narrow_slots(fields) ? kReaderFlagNarrowSlots : 0) | (spec.is_scratch ? kReaderFlagScratch : 0);
   manifest.writer_flags = spec.belongs_to_run ? kWriterFlagRun : 0;

@@ -308,7 +308,7 @@ void RowWriter::set(const int64_t* ids, size_t n, size_t field, const float* val
             const Usage before = read_usage(usage);
             if (before.last_step != kNeverGoes) write_usage({table_.now(), before.count}, usage);
           }
-          table_.store->mark_dirty(frames[i]);
+          table_.store->mark_dirty(&frames[i], 1);
         }
         table_.store->unpin(frames.data(), count);
         begin += count;
@@ -360,7 +360,7 @@ void RowWriter::require_distinct(const int64_t* ids, size_t n) {
       while (seen[slot] != kFree && seen[slot] != ids[i]) slot = (slot + 1) & (capacity - 1);
       if (seen[slot] == ids[i]) {
         throw Error(ErrorKind::kInvalid, "table '" + table_.name +
-                                             "': records to scatter name an id twice: " + std::to_string(ids[i]) +
+                                             "': records name an id twice: " + std::to_string(ids[i]) +
                                              ", again at position " + std::to_string(i) + "; nothing was changed");
       }
       seen[slot] = ids[i];
@@ -397,6 +397,20 @@ void RowWriter::scatter_records(const int64_t* ids, size_t n, const std::byte* r
     }
   });
   if (is_write_back) device_.arrived(ids, n);
+  if (n > 0) table_.mark_changed();
+}
+
+void RowWriter::append_records(const int64_t* ids, size_t n, const std::byte* records) {
+  const auto guard = disk_.lock_for(ids, n);
+  if (table_.store->log() == nullptr) {
+    throw Error(ErrorKind::kInvalid,
+                "table '" + table_.name + "': a table in RAM only has no log to append records to");
+  }
+  require_distinct(ids, n);
+  device_.release_for_change(ids, n);
+  table_.store->reserve(table_.store->new_rows(ids, n));
+  write_rows("a write of records",
+             [&](bool* wrote) REQUIRES(table_.lock) { table_.store->append_records(ids, n, records, wrote); });
   if (n > 0) table_.mark_changed();
 }
 

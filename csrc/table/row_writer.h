@@ -41,6 +41,7 @@ class RowWriter {
   void check_change(const Batch& batch, bool is_step, std::optional<double> lr, std::optional<int64_t> step);
   void set(const int64_t* ids, size_t n, size_t field, const float* values);
   void scatter_records(const int64_t* ids, size_t n, const std::byte* records);
+  void append_records(const int64_t* ids, size_t n, const std::byte* records);
   Erased erase(const int64_t* ids, size_t n, std::optional<uint64_t> changes);
 
  private:

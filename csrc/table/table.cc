@@ -89,6 +89,10 @@ void Table::scatter_records(const int64_t* ids, size_t n, const std::byte* recor
   parts_->writer.scatter_records(ids, n, records);
 }
 
+void Table::append_records(const int64_t* ids, size_t n, const std::byte* records) {
+  parts_->writer.append_records(ids, n, records);
+}
+
 void Table::set_device_cache(std::shared_ptr<DeviceCache> cache, std::function<void()> write_back) {
   TableState& t = parts_->state;
   if (cache == nullptr) {
@@ -331,7 +335,6 @@ const TableSpec& Table::spec() const { return state().spec; }
 const std::vector<Field>& Table::fields() const { return state().fields; }
 const std::string& Table::name() const { return state().name; }
 const Uuid& Table::uuid() const { return state().uuid; }
-bool Table::is_writable() const { return state().options.writable; }
 bool Table::is_closed() const { return state().is_closed; }
 size_t Table::payload_bytes() const { return state().payload_bytes; }
 

@@ -49,11 +49,19 @@ struct TableStats {
 
 struct TableParts;
 
+// What a checkpoint of a framework names a commit by.
+struct Identity {
+  Uuid uuid;
+  uint64_t epoch;  // from 1
+};
+
 class Table {
  public:
-  // Makes a new table: in `path`, or in RAM only when `path` is empty.
+  // Makes a new table: in `path`, or in RAM only when `path` is empty. `identity`: of the table that a new one in files
+  // replaces; then the first commit is its last one.
   static std::unique_ptr<Table> create(vfs::Vfs& vfs, const std::string& path, const std::string& name,
-                                       const TableSpec& spec, size_t ram_bytes, uint64_t disk_bytes = 0);
+                                       const TableSpec& spec, size_t ram_bytes, uint64_t disk_bytes = 0,
+                                       const std::optional<Identity>& identity = std::nullopt);
   static std::unique_ptr<Table> open(vfs::Vfs& vfs, const std::string& path, const std::string& name,
                                      const OpenOptions& options);
   ~Table();
@@ -101,6 +109,10 @@ class Table {
   // Attaches a device cache, one at a time. Null detaches it, and drops the rows that it holds. `write_back` is called
   // without the lock, and scatters every row that the cache holds before it returns.
   void set_device_cache(std::shared_ptr<DeviceCache> cache, std::function<void()> write_back);
+
+  // ---- For a new table with the rows of another: whole records, appended to the log, which take no frames. The ids are
+  // distinct. Throws for a table in RAM only.
+  void append_records(const int64_t* ids, size_t n, const std::byte* records);
 
   // ---- Durability
   // The commit is durable when it returns. Other threads' calls go on meanwhile. See jobs/committer.h. A table in RAM
@@ -162,7 +174,6 @@ class Table {
   const std::vector<Field>& fields() const;
   const std::string& name() const;
   const Uuid& uuid() const;
-  bool is_writable() const;
   bool is_closed() const;
   size_t payload_bytes() const;
 

@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "base/error.h"
 #include "base/fault.h"
@@ -310,22 +311,45 @@ Vfs& current() {
 
 void use(Vfs* vfs) { current_vfs.store(vfs, std::memory_order_release); }
 
-Buffer::Buffer(size_t bytes) : size_(round_up(bytes, kBlockBytes)) {
-  void* memory = ::mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED) {
-    throw Error(ErrorKind::kMemory, "cannot allocate a buffer of " + std::to_string(size_) + " bytes");
+namespace {
+
+constexpr size_t kHugePage = size_t{2} << 20;
+
+std::shared_ptr<std::byte> map_memory(size_t bytes) {
+  const size_t spare = bytes >= kHugePage ? kHugePage : 0;  // to begin at a huge page
+  void* const mapped = ::mmap(nullptr, bytes + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped == MAP_FAILED) {
+    throw Error(ErrorKind::kMemory, "cannot allocate a buffer of " + std::to_string(bytes) + " bytes");
   }
-  data_ = static_cast<std::byte*>(memory);
+  auto* memory = static_cast<std::byte*>(mapped);
+  if (spare > 0) {
+    const size_t ahead = round_up(reinterpret_cast<uintptr_t>(memory), kHugePage) - reinterpret_cast<uintptr_t>(memory);
+    if (ahead > 0) ::munmap(memory, ahead);
+    memory += ahead;
+    if (spare > ahead) ::munmap(memory + bytes, spare - ahead);
+#ifdef MADV_HUGEPAGE
+    ::madvise(memory, bytes, MADV_HUGEPAGE);
+#endif
+  }
+  return {memory, [bytes](std::byte* block) { ::munmap(block, bytes); }};
 }
 
-Buffer::~Buffer() {
-  if (data_ != nullptr) ::munmap(data_, size_);
+}  // namespace
+
+Buffer::Buffer(size_t bytes) : size_(round_up(bytes, kBlockBytes)) { data_ = map_memory(size_); }
+
+std::vector<Buffer> Buffer::side_by_side(size_t n, size_t bytes) {
+  const size_t size = round_up(bytes, kBlockBytes);
+  const std::shared_ptr<std::byte> memory = map_memory(n * size);
+  std::vector<Buffer> buffers(n);
+  for (size_t i = 0; i < n; ++i) {
+    buffers[i].data_ = {memory, memory.get() + i * size};
+    buffers[i].size_ = size;
+  }
+  return buffers;
 }
 
-Buffer::Buffer(Buffer&& other) noexcept : data_(other.data_), size_(other.size_) {
-  other.data_ = nullptr;
-  other.size_ = 0;
-}
+Buffer::Buffer(Buffer&& other) noexcept : data_(std::move(other.data_)), size_(std::exchange(other.size_, 0)) {}
 
 Buffer& Buffer::operator=(Buffer&& other) noexcept {
   std::swap(data_, other.data_);

@@ -83,21 +83,24 @@ inline constexpr size_t kBlockBytes = 4096;
 constexpr uint64_t round_down(uint64_t value, uint64_t unit) { return value / unit * unit; }
 constexpr uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 
-// Memory aligned for direct I/O.
+// Memory aligned for direct I/O, taken with use. Memory of 2 MiB and more has huge pages where the system gives them:
+// the pages of a direct read are then side by side, and a disk behind a hypervisor that takes each page by itself reads
+// at up to twice the rate (docs/design/notes/reads.md).
 class Buffer {
  public:
   Buffer() = default;
   explicit Buffer(size_t bytes);
-  ~Buffer();
   Buffer(Buffer&& other) noexcept;
   Buffer& operator=(Buffer&& other) noexcept;
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
-  std::byte* data() const { return data_; }
+  // Buffers that lie side by side, so that small ones have huge pages, too. The last one that goes frees the memory.
+  static std::vector<Buffer> side_by_side(size_t n, size_t bytes);
+  std::byte* data() const { return data_.get(); }
   size_t size() const { return size_; }
 
  private:
-  std::byte* data_ = nullptr;
+  std::shared_ptr<std::byte> data_;
   size_t size_ = 0;
 };
 

@@ -31,7 +31,7 @@ def test_records_move_bit_for_bit(tmp_path: Path) -> None:
     other.core.scatter_records(IDS, records)
     for slot in ("weight", *table.slots):
         np.testing.assert_array_equal(other.get(IDS, slot), table.get(IDS, slot))
-    with pytest.raises(ValueError, match="records to scatter name an id twice"):
+    with pytest.raises(ValueError, match="records name an id twice"):
         other.core.scatter_records(np.array([1, 1]), records[:2])
     table.close(commit=False)
 
@@ -102,3 +102,26 @@ def test_a_reader_gets_slots_from_the_log(tmp_path: Path) -> None:
         reader.lookup(IDS)
         for slot, values in expected.items():
             np.testing.assert_array_equal(reader.get(np.arange(1000), slot), values)
+
+
+def test_a_scan_returns_whole_records_which_another_table_appends(tmp_path: Path) -> None:
+    facts = {"dim": 5, "num_rows": 2000, "optimizer": bb.Adam(state_dtype="bfloat16"), "dtype": "bfloat16"}
+    table, other = (bb.create(tmp_path / name, ram="1MiB", **facts) for name in ("from", "to"))
+    rng = np.random.default_rng(0)
+    for one in (table, other):
+        one.update(rng.integers(0, 2000, 1500), rng.standard_normal((1500, 5)).astype(np.float32))
+    scan = _native.Scan(table.core, [])
+    ids, records = np.empty(300, np.int64), np.empty((300, table.record_bytes), np.uint8)
+    stored = other.contains(np.arange(2000))
+    while count := scan.next_records(ids, records):
+        other.core.append_records(ids[:count], records[:count])
+    moved = np.flatnonzero(table.contains(np.arange(2000)))
+    for slot in ("weight", *table.slots):
+        np.testing.assert_array_equal(other.get(moved, slot), table.get(moved, slot))
+    assert len(other) == len(table) + stored.sum() - stored[moved].sum()
+    with pytest.raises(ValueError, match="records name an id twice"):
+        other.core.append_records(np.array([1, 1]), records[:2])
+    with pytest.raises(ValueError, match="a table in RAM only has no log"):
+        make(None).core.append_records(IDS, np.empty((3, make(None).record_bytes), np.uint8))
+    for one in (table, other):
+        one.close(commit=False)

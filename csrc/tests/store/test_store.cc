@@ -2,6 +2,7 @@
 #include "store/store.h"
 
 #include <algorithm>
+#include <cstring>
 #include <cerrno>
 #include <map>
 #include <memory>
@@ -42,7 +43,7 @@ struct StoreParts {
       store->reserve(store->new_rows(&row, 1));
       store->pin(&row, 1, true, &frame);
       reinterpret_cast<int64_t*>(store->cache().record(frame))[0] = row;
-      store->mark_dirty(frame);
+      store->mark_dirty(&frame, 1);
       store->unpin(&frame, 1);
     }
   }
@@ -318,6 +319,38 @@ TEST(store_locates_nothing_for_an_update_of_a_placed_batch) {
   CHECK(store.place_for_update(batch));
   CHECK_EQ(store.stats().written_back, written + 3);
   CHECK_EQ(parts.directory->take_located(), size_t{0});
+  store.thaw();
+}
+
+TEST(store_appends_records_of_rows_on_disk_in_frames_and_of_none) {
+  StoreParts parts(32);
+  Store& store = *parts.store;
+  parts.write(range(0, 40));
+  store.flush();
+  parts.write(range(30, 36));
+  const std::vector<int64_t> rows{1, 30, 100, 39, 31, 0, 101};
+  const auto state = [&](int64_t row) { return parts.directory->find(row); };
+  CHECK(is_position(state(0)) && is_position(state(1)) && is_frame(state(30)) && is_frame(state(31)));
+  CHECK(is_frame(state(39)) && !store.cache().is_dirty(frame_of(state(39))) && !is_stored(state(100)));
+  store.freeze();  // rows 30 to 35
+  std::vector<std::byte> records(rows.size() * kPayload);
+  for (size_t i = 0; i < rows.size(); ++i) std::memcpy(records.data() + i * kPayload, &rows[i], sizeof(int64_t));
+  const uint64_t written = store.stats().written_back;
+  const size_t resident = store.cache().resident(), unwritten = store.unwritten_rows();
+  bool wrote = false;
+  store.reserve(store.new_rows(rows.data(), rows.size()));
+  store.append_records(rows.data(), rows.size(), records.data(), &wrote);
+  CHECK(wrote);
+  CHECK_EQ(store.stats().written_back, written + 2);  // frozen ones: the commit under way has them
+  CHECK_EQ(store.unwritten_rows(), unwritten - 2);
+  CHECK_EQ(store.cache().resident(), resident - 3);
+  CHECK_EQ(parts.directory->stored_rows(), size_t{42});
+  for (const int64_t row : rows) CHECK(is_position(state(row)));
+  parts.check_live(102);
+  std::vector<std::byte> found(records.size());
+  store.log()->drain();
+  store.fetch(rows.data(), rows.size(), kPayload, found.data());
+  CHECK(found == records);
   store.thaw();
 }
 
