@@ -262,12 +262,12 @@ def test_tables_being_opened_do_not_have_the_same_bytes(tmp_path: Path, monkeypa
     given: dict[str, int] = {}
     create = bb._native.create
 
-    def create_slowly(path: str, name: str, spec: Any, ram_bytes: int, disk_bytes: int) -> Any:
+    def create_slowly(path: str, name: str, spec: Any, ram_bytes: int, *others: Any) -> Any:
         given[name] = ram_bytes
         if name == "first":
             other.start()
             other.join(A_WHILE_S)
-        native = create(path, name, spec, ram_bytes, disk_bytes)
+        native = create(path, name, spec, ram_bytes, *others)
         if name == "second":  # both cores are there, before it has joined
             assert is_made.wait(60)
             shares[name] = ram_bytes + made["first"].stats()["ram_budget_bytes"]

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import bunkbed as bb
 from bunkbed.adapters.references import Reference
-from bunkbed.keras import Embedding
+from bunkbed.keras import Embedding, moved
 from bunkbed.keras.shared.table import reference_of
 from bunkbed.keras.workers.messages import error_message, message, split_messages
 from bunkbed.testing import ReferenceTable
@@ -304,10 +306,22 @@ def test_one_process_opens_what_workers_left_and_refuses_to_begin_anew_beside_it
 
 
 def test_a_reference_of_several_workers_is_read_as_that_of_the_table_at_hand() -> None:
+    def has(uuid: str, *epochs: int):
+        return SimpleNamespace(uuid=uuid, epoch=epochs[0], snapshots=lambda: dict(zip("xyz", epochs[1:], strict=False)))
+
     fields = {"uuid": "a", "table": "t", "epoch": 3, "step": 9, "workers": [["a", 3], ["b", 5]]}
-    assert reference_of(fields, "a").epoch == 3
-    assert reference_of(fields, "b") == Reference("b", "t", 5, 9)
-    assert reference_of(fields, "c").uuid == "a"  # another table's, which loading says
+    assert reference_of(fields, has("a", 3)).epoch == 3
+    assert reference_of(fields, has("b", 5), (1, 2)) == Reference("b", "t", 5, 9)
+    assert reference_of(fields, has("c", 5)).uuid == "a"  # another table's, which loading says
+    # Four workers after two: the first and the third have the uuid of the same old one.
+    fields["workers"] = [["a", 3], ["b", 5], ["a", 4], ["b", 6]]
+    for index, epoch in enumerate((3, 5, 4, 6)):  # the four that saved, whatever else they have
+        uuid = "ab"[index % 2]
+        assert reference_of(fields, has(uuid, 9, 3, 4), (index, 4)).epoch == epoch
+    for epoch in (3, 4):  # others after them
+        assert reference_of(fields, has("a", epoch), (4, 8)).epoch == epoch
+        assert reference_of(fields, has("a", 9, epoch), (0, 3)).epoch == epoch
+    assert reference_of(fields, has("a", 9), (0, 3)).epoch == 3  # which loading says is not kept
 
 
 def test_a_worker_that_is_killed_ends_the_other_and_both_resume(tmp_path: Path) -> None:
@@ -324,6 +338,36 @@ def test_a_worker_that_is_killed_ends_the_other_and_both_resume(tmp_path: Path) 
     assert_rows_equal(whole(found, "resumed"), one_process(keras.optimizers.Adam(0.01), SAVED_AT))
     assert found[0]["trained_sharded_step"] == STEPS
     assert_rows_equal(whole(found, "trained"), one_process(keras.optimizers.Adam(0.01), STEPS))
+
+
+def test_four_workers_go_on_where_two_saved_and_one_process_after_them(tmp_path: Path) -> None:
+    for status, output in workers("begin", tmp_path):
+        assert status == 0, output[-3000:]
+    tables = tmp_path / "tables"
+    assert bb.reshard(tables / "sharded", shards=4, ram="128MiB").workers
+    for index in range(4):
+        bb.copy(tables / "replicated" / f"replica-000{index % 2}-of-0002", tables / f"replica-000{index}-of-0004")
+    shutil.rmtree(tables / "replicated")
+    (tables / "replicated").mkdir()
+    for folder in tables.glob("replica-*"):
+        folder.rename(tables / "replicated" / folder.name)
+    for status, output in workers("go_on", tmp_path, 4):
+        assert status == 0, output[-3000:]
+    found, _ = found_in(tmp_path, 4)
+    assert found[0]["trained_sharded_step"] == STEPS
+    assert_rows_equal(whole(found, "loaded"), one_process(keras.optimizers.Adam(0.01), SAVED_AT))
+    ended = one_process(keras.optimizers.Adam(0.01), STEPS)
+    for name in ("trained", "again"):
+        assert_rows_equal(whole(found, name), ended)
+
+    bb.reshard(tables / "sharded", shards=1, ram="128MiB", drop_snapshots=True)
+    with moved({tables / "replicated": tables / "replicated" / "replica-0000-of-0004"}):
+        layers = keras.models.load_model(tmp_path / "end-3.keras").layers[1:3]
+    assert [layer.table.step for layer in layers] == [STEPS + 1] * 2
+    assert isinstance(layers[1].table, bb.ShardedTable)
+    for kind, rows in whole(found, "end").items():
+        touched = ~np.isnan(rows[:, 0])
+        np.testing.assert_array_equal(layers[KINDS.index(kind)].table.get(ALL[touched]), rows[touched])
 
 
 def test_workers_that_do_not_agree_end_with_errors(tmp_path: Path) -> None:

@@ -423,6 +423,41 @@ def resume(worker: Worker) -> None:
     worker.must_raise("function", lambda: looked_up(worker))
 
 
+def begin(worker: Worker) -> None:
+    """The first steps, and a save."""
+    data = batches(STEPS)
+    layers, model = worker.model(worker.folder / "tables", seed=SEED)
+    step = worker.step_of(model)
+    for number in range(SAVED_AT):
+        step(*batch(data, number))
+    model.save(worker.folder / f"model-{worker.index}.keras")
+    for layer in layers:
+        layer.table.close()
+
+
+def go_on(worker: Worker) -> None:
+    """After `begin` and `bunkbed.reshard`: as many workers as there are folders now load what the first ones saved."""
+    import bunkbed.keras  # noqa: F401  # registers the layer
+
+    data = batches(STEPS)
+    with worker.strategy.scope():
+        model = worker.keras.models.load_model(worker.folder / "model-1.keras")
+    layers = model.layers[1:3]
+    worker.note_stored("loaded", layers)
+    step = worker.step_of(model)
+    for number in range(SAVED_AT, STEPS):
+        step(*batch(data, number))
+    model.save(worker.folder / f"model-{worker.index}.keras")
+    worker.note_stored("trained", layers)
+    step(*batch(data, 0))
+    with worker.strategy.scope():
+        model.load_weights(worker.folder / "model-0.keras")
+    worker.note_stored("again", layers)
+    step(*batch(data, 0))
+    model.save(worker.folder / f"end-{worker.index}.keras")
+    worker.note_stored("end", layers)
+
+
 def central(worker: Worker) -> None:
     from bunkbed.keras import Embedding
 
@@ -482,5 +517,13 @@ def refused(worker: Worker) -> None:
 if __name__ == "__main__":
     scenario, folder = sys.argv[1:]
     this = Worker(Path(folder))
-    {"train": train, "ordinary": ordinary, "crash": crash, "resume": resume, "refused": refused}[scenario](this)
+    {
+        "train": train,
+        "ordinary": ordinary,
+        "crash": crash,
+        "resume": resume,
+        "begin": begin,
+        "go_on": go_on,
+        "refused": refused,
+    }[scenario](this)
     this.write()

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bunkbed.core import optim as _optim
+from bunkbed.core.arguments import Ids
+from bunkbed.core.types import Array
 from bunkbed.table.definition import Definition
 from bunkbed.table.table import Table
 
@@ -50,7 +52,7 @@ def rewrite_rows(
     """
     slots = ["weight", *(slot for slot in table.slots if slot in copied.slots)]
     into = [copied.field(slot) for slot in slots] + copied.usage_fields
-    chunk = max(256, min(65_536, _CHUNK_BYTES // (4 * table.dim)))
+    chunk = max(1, min(65_536, _CHUNK_BYTES // (4 * table.dim)))
     total, done = len(table), 0
     for ids, every in table.scan_fields([table.field(slot) for slot in slots] + table.usage_fields, chunk):
         if scale != 1.0:
@@ -72,11 +74,20 @@ def forget_counts(table: Table) -> None:
         table.core.erase(table.core.counted(part, parts)[0])
 
 
-def move_counts(copied: Table, table: Table) -> None:
-    """Give a table without counts those of the ids that steps of another table have named and not stored."""
+def move_counts(copied: Table, table: Table, owns: Callable[[Ids], Array] | None = None) -> None:
+    """Give a table the counts of the ids that steps of another table have named and not stored.
+
+    Args:
+        copied: a table without counts of these ids.
+        table: the other table.
+        owns: returns which of some ids are to have their counts, bool[n]; default: all.
+    """
     parts = _parts(table)
     for part in range(parts):
         ids, counts, times, since = table.core.counted(part, parts)
+        if owns is not None:
+            mine = owns(ids)
+            ids, counts, times = ids[mine], counts[mine], times[mine]
         if ids.size or since:
             copied.core.set_counts(ids, counts, times)
             copied.core.forget_counts(since)

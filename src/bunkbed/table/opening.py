@@ -151,6 +151,7 @@ def create(
     _name: str | None = None,
     _make: Callable[..., Table] = Table,
     _warns: bool = True,
+    _identity: tuple[bytes, int] | None = None,
 ) -> Table:
     """Create a table.
 
@@ -208,7 +209,7 @@ def create(
         warn_if_small(table.name, spec, _most_bytes(ram, place), on_disk=place is not None)
     path = "" if place is None else str(place)
     with path_lock(place):
-        _start(table, ram, lambda ram_bytes: _native.create(path, table.name, spec, ram_bytes, disk_bytes))
+        _start(table, ram, lambda ram_bytes: _native.create(path, table.name, spec, ram_bytes, disk_bytes, _identity))
     return table
 
 

@@ -30,8 +30,8 @@ from bunkbed.core.budget import parse_bytes
 from bunkbed.core.types import Json
 from bunkbed.files.durable import replacing
 from bunkbed.files.run_files import RunFiles
-from bunkbed.maintenance.resharding import link_others
 from bunkbed.maintenance.rewriting import rewrite_rows
+from bunkbed.maintenance.shard_runs import link_others
 from bunkbed.run.run import Run
 from bunkbed.sharded.base.shards import Shards
 from bunkbed.table.definition import Definition

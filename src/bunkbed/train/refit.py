@@ -28,7 +28,7 @@ from pathlib import Path
 from bunkbed.core.types import Json
 from bunkbed.files.durable import exchange, link, link_folder, require_real, take_place
 from bunkbed.files.run_files import RunFiles
-from bunkbed.maintenance.resharding import link_others, remove_others
+from bunkbed.maintenance.shard_runs import link_others, remove_others
 from bunkbed.run.run import Run
 from bunkbed.train.data.interactions import Interactions
 from bunkbed.train.data.store import open_dataset

@@ -11,9 +11,18 @@ from bunkbed.cli.shared.console import ConfigOption, JsonOption, byte_progress, 
 
 
 def reshard(
-    path: Annotated[Path, typer.Argument(help="Folder of a run, of a sharded table or of a table.", metavar="PATH")],
+    path: Annotated[
+        Path, typer.Argument(help="Folder of a run, of a table, or with the folders of Keras workers.", metavar="PATH")
+    ],
     *,
     shards: Annotated[int, typer.Option(help="New number of shards, 1 to 1024.", metavar="N")],
+    workers: Annotated[
+        bool | None,
+        typer.Option(
+            "--workers/--no-workers",
+            help="Make a folder for each of N Keras workers, or a sharded table. Default: as it is now.",
+        ),
+    ] = None,
     drop_snapshots: Annotated[
         bool, typer.Option("--drop-snapshots", help="Drop the snapshots of earlier commits, which cannot be kept.")
     ] = False,
@@ -21,7 +30,7 @@ def reshard(
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> int:
-    """Change the number of shards of a table or of the tables of a run. Every new record is verified.
+    """Change the number of shards of a table, of the tables of a run, or of Keras workers. Verifies every new record.
 
     Needs space for a second copy of the rows. An interrupted command leaves the old table or the new one, whole.
     """
@@ -29,16 +38,20 @@ def reshard(
 
     try:
         with byte_progress("resharding", "rows") as progress:
-            done = bb.reshard(path, shards=shards, drop_snapshots=drop_snapshots, ram=ram, progress=progress)
+            done = bb.reshard(
+                path, shards=shards, workers=workers, drop_snapshots=drop_snapshots, ram=ram, progress=progress
+            )
     except KeyboardInterrupt:
         print_error(f"interrupted; {path} is the old table or the new one, whole")
         return 130
     if json:
         print_json({"path": path, **vars(done)})
         return 0
+    what = "worker" if done.workers else "shard"
+    is_as_before = done.shards == done.shards_before and done.rows == 0 and workers is None
     stdout().print(
-        f"{escape(str(path))} has {done.shards} {'shard' if done.shards == 1 else 'shards'} at commit {done.epoch}: "
-        + (f"{done.rows:,} rows rewritten and verified" if done.shards != done.shards_before else "as before"),
+        f"{escape(str(path))} has {done.shards} {what if done.shards == 1 else what + 's'} at commit {done.epoch}: "
+        + ("as before" if is_as_before else f"{done.rows:,} rows rewritten and verified"),
         soft_wrap=True,
     )
     return 0

@@ -441,7 +441,8 @@ class SharedTable:
             return
         if self._references is None:
             raise ValueError(self._not_there())
-        error = self._references.load(reference_of(fields, self.table.uuid))
+        worker = (0, 1) if self.workers is None else (self.workers.index, self.workers.count)
+        error = self._references.load(reference_of(fields, self.table, worker))
         if error is not None:
             raise ValueError(error)
 
@@ -458,11 +459,28 @@ class SharedTable:
         )
 
 
-def reference_of(fields: Json, uuid: str) -> Reference:
-    """Return the saved reference; if several workers saved together, the reference to the table of `uuid`."""
+def reference_of(fields: Json, table: Table, worker: tuple[int, int] = (0, 1)) -> Reference:
+    """Return the saved reference; if several workers saved together, the reference to this worker's table.
+
+    Tables of several workers may have the same uuid after `bunkbed.reshard`. Where the number of workers is that of the
+    save, each has its own reference; otherwise a table has the one to a commit that it has.
+
+    Args:
+        fields: of the saved reference.
+        table: the table that is to go back.
+        worker: the number of this worker, and of all.
+    """
     own = {name: value for name, value in fields.items() if name != "workers"}
-    epochs = dict(fields.get("workers") or [])
-    return Reference(**{**own, "uuid": uuid, "epoch": epochs[uuid]} if uuid in epochs else own)
+    said: list[tuple[str, int]] = [(one, epoch) for one, epoch in fields.get("workers") or []]
+    index, count = worker
+    if len(said) == count and said[index][0] == table.uuid:
+        return Reference(**{**own, "uuid": table.uuid, "epoch": said[index][1]})
+    epochs = [epoch for one, epoch in said if one == table.uuid]
+    if not epochs:
+        return Reference(**own)
+    present = {table.epoch, *table.snapshots().values()}
+    epoch = next((one for one in epochs if one in present), epochs[0])
+    return Reference(**{**own, "uuid": table.uuid, "epoch": epoch})
 
 
 def alive(shared: weakref.ref[_Shared]) -> _Shared:

@@ -1,19 +1,11 @@
-"""Directories below the path of a table that several workers trained."""
+"""The error of one process at the path of a table that several workers trained."""
 
 from __future__ import annotations
 
-import re
+import shlex
 from pathlib import Path
 
-_OF_A_WORKER = re.compile(r"(shard|replica)-\d{4}-of-\d{4}")
-
-
-def folders_of_workers(path: Path) -> list[str]:
-    """Return the names of workers' directories below the path of a table."""
-    try:
-        return sorted(part.name for part in path.iterdir() if _OF_A_WORKER.fullmatch(part.name))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+from bunkbed.files.workers import folders_of_workers
 
 
 def require_whole(path: Path) -> None:
@@ -22,6 +14,6 @@ def require_whole(path: Path) -> None:
     if found:
         raise ValueError(
             f"Embedding: {path} holds {found[0]}, of a table that several workers trained; open a replica by its own "
-            f"path, {path / found[0]} (a saved model with bunkbed.keras.moved), copy the rows of all shards into one "
-            "table (see bunkbed.keras.workers_table), or start as many workers as there were"
+            f"path, {path / found[0]} (a saved model with bunkbed.keras.moved), make one table of all shards with "
+            f"bunkbed reshard {shlex.quote(str(path))} --shards 1, or start as many workers as there were"
         )

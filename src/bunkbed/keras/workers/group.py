@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from bunkbed.core.types import Json
 from bunkbed.files.run_files import is_sharded
+from bunkbed.files.workers import Placement, folder_of_worker, folders_of_workers
 from bunkbed.keras.base.types import Strategy, Tensor
-from bunkbed.keras.workers.folders import folders_of_workers
 from bunkbed.keras.workers.messages import error_message, message, split_messages
 from bunkbed.table.opening import is_table
 
-Placement = Literal["sharded", "replicated"]
-
-#: Names of the workers' directories below the path of a table.
-_FOLDER = {"sharded": "shard", "replicated": "replica"}
 #: Time that a worker waits for the others, when all make a layer or save, before it logs a warning.
 _PATIENCE_S = 60.0
 _log = logging.getLogger("bunkbed.keras")
@@ -57,7 +54,7 @@ class Workers:
 
     def folder(self, index: int | None = None) -> str:
         """Return the name of a worker's directory, by default of this worker's."""
-        return f"{_FOLDER[self.placement]}-{self.index if index is None else index:04d}-of-{self.count:04d}"
+        return folder_of_worker(self.placement, self.index if index is None else index, self.count)
 
     # ---- In a replica, at every lookup or step
 
@@ -154,6 +151,11 @@ class Workers:
             "here": is_table(path) or is_sharded(path),
         }
 
+    def _how_to_reshard(self, path: Path, option: str = "") -> str:
+        if not self.is_sharded:
+            return ""
+        return f"make them with bunkbed reshard {shlex.quote(str(path))} --shards {self.count}{option}, "
+
     def agree_on_parts(self, path: Path, said: list[Json]) -> None:
         """Raise ValueError if the files at `path` are not a table of these workers, or lack a worker's part."""
         mine = [self.folder(index) for index in range(self.count)]
@@ -161,15 +163,15 @@ class Workers:
             if each["here"]:
                 raise ValueError(
                     f"Embedding: worker {index} has a whole table at {path}, which is no part of one with "
-                    f"placement={self.placement!r}; give another path, or copy the table to {path / mine[index]} on "
-                    "every worker (placement='replicated')"
+                    f"placement={self.placement!r}; give another path, {self._how_to_reshard(path, ' --workers')}or "
+                    f"copy the table to {path / mine[index]} on every worker (placement='replicated')"
                 )
             strange = [name for name in each["all"] if name not in mine]
             if strange:
                 raise ValueError(
                     f"Embedding: worker {index} has {path / strange[0]}, and {self.count} workers with placement="
-                    f"{self.placement!r} would create another table; start as many workers as before, or "
-                    "give another path"
+                    f"{self.placement!r} would create another table; start as many workers as before, "
+                    f"{self._how_to_reshard(path) if strange[0].startswith('shard-') else ''}or give another path"
                 )
         if not all(each["has"] for each in said) and any(each["has"] or each["all"] for each in said):
             lacking = next(index for index, each in enumerate(said) if not each["has"])

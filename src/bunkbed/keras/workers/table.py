@@ -40,13 +40,9 @@ axis that these do not have (``Invalid reduction dimension 0``). ``strategy.run`
 step works, and so does ``predict``. `keras.optimizers.LossScaleOptimizer` is refused: each worker would decide by
 itself to skip a step, and the others would hang. A constant ``loss_scale_factor`` and bfloat16 work.
 
-To copy the rows of all shards into one table, for serving::
-
-    whole = bunkbed.create("whole", dim=dim, num_rows=rows, optimizer=..., init=..., seed=seed)
-    for part in sorted(Path("table").glob("shard-*-of-*")):
-        with bunkbed.open(part, mode="r") as shard:
-            for ids, values in shard.scan():
-                whole.set(ids, values)
+`bunkbed.reshard(path, shards=3)` changes the number of workers of shards after they have saved and ended, and
+``shards=1`` makes one table of them, for serving. Workers may then have tables of the same uuid: the new worker ``i``
+has that of the old worker ``i`` modulo their number, so that the model that was saved last loads.
 """
 
 from __future__ import annotations
