@@ -16,9 +16,12 @@ using vfs::round_down;
 using vfs::round_up;
 
 void RecordReads::resize(size_t slice_bytes, size_t num_slices) {
-  lane_.resize(slice_bytes, num_slices);
+  std::vector<vfs::Buffer> memory(2);
+  if (slice_bytes * num_slices > 0) memory = vfs::Buffer::side_by_side(2, slice_bytes * num_slices);
+  lane_.resize(slice_bytes, num_slices, ~size_t{0}, std::move(memory[0]));
   // Staging always has more to read. It leaves a quarter of the threads to calls that wait for their reads.
-  staging_lane_.resize(slice_bytes, num_slices, std::max<size_t>(1, std::min(num_slices, kIoThreads) * 3 / 4));
+  staging_lane_.resize(slice_bytes, num_slices, std::max<size_t>(1, std::min(num_slices, kIoThreads) * 3 / 4),
+                       std::move(memory[1]));
 }
 
 ReadPlan RecordReads::plan(std::vector<ReadRequest> requests) {

@@ -97,13 +97,13 @@ ReadLane::ReadLane() = default;
 ReadLane::~ReadLane() { ring_.reset(); }
 ReadLane::ReadLane(ReadLane&&) noexcept = default;
 
-void ReadLane::resize(size_t slice_bytes, size_t num_slices, size_t max_threads) {
+void ReadLane::resize(size_t slice_bytes, size_t num_slices, size_t max_threads, Buffer memory) {
   ring_.reset();
   has_no_ring_ = false;
   slice_bytes_ = slice_bytes;
   num_slices_ = num_slices;
   max_threads_ = std::min({num_slices, max_threads, kIoThreads});
-  memory_ = Buffer();
+  memory_ = std::move(memory);
 }
 
 std::byte* ReadLane::memory() {

@@ -70,8 +70,9 @@ class ReadLane {
   ReadLane();
   ~ReadLane();
   ReadLane(ReadLane&&) noexcept;
-  // A small read takes one slice, a large one several. With Io::kThreads at most `max_threads` threads read.
-  void resize(size_t slice_bytes, size_t num_slices, size_t max_threads = ~size_t{0});
+  // A small read takes one slice, a large one several. With Io::kThreads at most `max_threads` threads read. `memory`:
+  // of all slices; empty: the lane takes its own when it is used.
+  void resize(size_t slice_bytes, size_t num_slices, size_t max_threads = ~size_t{0}, Buffer memory = {});
   size_t max_threads() const { return max_threads_; }
   size_t slice_bytes() const { return slice_bytes_; }
   size_t num_slices() const { return num_slices_; }
