@@ -77,7 +77,7 @@ def _facts(path: Path) -> list[int]:
                 mixed = (values.view(np.uint32) * weights).sum(1, dtype=np.uint64)
                 checksum += int((mixed * (ids.astype(np.uint64) * 8 + 2 * number + 1)).sum(dtype=np.uint64))
                 rows += len(ids)
-        return [table.num_shards, table.step, rows, checksum]
+        return [table.num_shards, table.step, rows, checksum % 2**64]
 
 
 def _copy(source: Path, target: Path) -> None:
