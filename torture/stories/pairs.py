@@ -37,6 +37,7 @@ UNUSED = {
     "check.progress": "the command line's",
     "copy.progress": "the command line's",
     "reshard.progress": "the command line's",
+    "reshard.workers": "of the folders of Keras workers: test_reshard_workers.py",
     "export_rows.name": "of one format each: test_io.py",
     "export_rows.vocab": "of one format each: test_io_text.py",
     "export_rows.metric": "of one format each: test_io.py",
