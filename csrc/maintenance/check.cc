@@ -117,7 +117,7 @@ class SegmentCheck {
     if (begin < unreadable_to_) return;
     uint64_t end = begin;
     for (const ChunkTrailer& chunk : chunks) {
-      if (chunk.begin != std::max(begin, end) || chunk.end - begin > kReadBytes) break;
+      if (chunk.begin != end || chunk.end - begin > kReadBytes) break;
       end = chunk.end;
     }
     if (end == begin) return;

@@ -90,8 +90,8 @@ Scan::Scan(Table* table, const std::vector<size_t>& fields)
     segments_.push_back(id);
     bytes += segment->bytes;
   }
-  const size_t spare_bytes = kSpare * table_.store->plan().log.chunk_bytes;
-  if (bytes > spare_bytes) spare_ = vfs::Buffer::side_by_side(kSpare, spare_bytes / kSpare);
+  const size_t chunk_bytes = table_.store->plan().log.chunk_bytes;
+  if (bytes > kSpare * chunk_bytes) spare_ = vfs::Buffer::side_by_side(kSpare, chunk_bytes);
 }
 
 Scan::~Scan() {

@@ -17,7 +17,7 @@ import pytest
 import bunkbed as bb
 from bunkbed import _native
 from bunkbed.testing.compare import assert_same_bits
-from sharded_setup import EVERY, FACTS, ROWS, assert_same_tables, make, train
+from sharded_setup import EVERY, FACTS, ROWS, assert_same_tables, make, reshard_and_die, train
 
 
 def _facts(table: Any) -> tuple[Any, ...]:
@@ -141,24 +141,7 @@ def test_a_process_that_dies_leaves_the_old_table_or_the_new(
     trained: tuple[Path, Any], name: str, nth: int, shards: int
 ) -> None:
     path, one = trained
-    code = f"""
-import bunkbed as bb
-from bunkbed import _native
-if {name!r} == "exchange":
-    from bunkbed.files import durable
-    import os, signal
-    real = durable.exchange
-    def exchange(one, other):
-        if {nth} == 2:
-            real(one, other)
-        os.kill(os.getpid(), signal.SIGKILL)
-    durable.exchange = exchange
-else:
-    _native.arm_failpoint({name!r}, {nth}, "die")
-bb.reshard({str(path)!r}, shards=3, ram="64MiB")
-"""
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    assert ended.returncode not in (0, 1), ended.stderr
+    reshard_and_die(path, name, nth)
     _after_a_kill(path, one, {shards})
 
 

@@ -16,7 +16,7 @@ import bunkbed as bb
 from bunkbed import _native
 from bunkbed.files.sharding import shards_of
 from bunkbed.files.workers import folder_of_worker, folders_of_workers
-from sharded_setup import EVERY, FACTS, assert_same_tables, batches, make, train
+from sharded_setup import EVERY, FACTS, assert_same_tables, batches, make, reshard_and_die, train
 
 
 def _folder(path: Path, index: int, count: int) -> Path:
@@ -273,24 +273,7 @@ def test_a_process_that_dies_leaves_the_old_workers_or_the_new(
     trained: tuple[Path, bb.Table], name: str, nth: int, count: int
 ) -> None:
     path, one = trained
-    code = f"""
-import bunkbed as bb
-from bunkbed import _native
-if {name!r} == "exchange":
-    from bunkbed.files import durable
-    import os, signal
-    real = durable.exchange
-    def exchange(one, other):
-        if {nth} == 2:
-            real(one, other)
-        os.kill(os.getpid(), signal.SIGKILL)
-    durable.exchange = exchange
-else:
-    _native.arm_failpoint({name!r}, {nth}, "die")
-bb.reshard({str(path)!r}, shards=3, ram="128MiB")
-"""
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    assert ended.returncode not in (0, 1), ended.stderr
+    reshard_and_die(path, name, nth)
     assert [entry.name for entry in path.parent.iterdir()] != ["t"]
     assert len(folders_of_workers(path)) == count
     _assert_rows(path, count, one)

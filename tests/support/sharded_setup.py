@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +46,25 @@ def assert_same_tables(ours: Any, other: Any, ids: np.ndarray = EVERY) -> None:
         assert_same_bits(ours.get(ids, slot), other.get(ids, slot), slot)
     assert ours.contains(ids).tolist() == other.contains(ids).tolist()
     assert (ours.step, len(ours), ours.nbytes) == (other.step, len(other), other.nbytes)
+
+
+def reshard_and_die(path: Path, name: str, nth: int) -> None:
+    """Reshard to 3 in a process that dies at a failpoint the nth time, or before (1) or after (2) the exchange."""
+    code = f"""
+import bunkbed as bb
+from bunkbed import _native
+if {name!r} == "exchange":
+    from bunkbed.files import durable
+    import os, signal
+    real = durable.exchange
+    def exchange(one, other):
+        if {nth} == 2:
+            real(one, other)
+        os.kill(os.getpid(), signal.SIGKILL)
+    durable.exchange = exchange
+else:
+    _native.arm_failpoint({name!r}, {nth}, "die")
+bb.reshard({str(path)!r}, shards=3, ram="128MiB")
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert ended.returncode not in (0, 1), ended.stderr

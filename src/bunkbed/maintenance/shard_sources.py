@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from bunkbed.core.budget import Budget
 from bunkbed.core.types import Json
 from bunkbed.errors import FormatError, TableLockedError
 from bunkbed.files.durable import require_real
-from bunkbed.files.run_files import RunFiles, RunManifest
+from bunkbed.files.run_files import RunFiles
 from bunkbed.files.workers import folder_of_worker, folders_of_workers
 from bunkbed.sharded.opening import open
 from bunkbed.table.definition import Definition
@@ -174,10 +174,8 @@ def require_movable(table: Table, drop_snapshots: bool) -> LastCommit:
                 f"table {place}: {name} is outside the table's folder, at {where}; bb.copy makes a copy with every "
                 "shard in its own folder, which can be resharded"
             )
-        contents = {at: _contents(files, files.load(at)) for at in {epoch, *kept.values()}}
     else:
         kept = dict(_native.snapshots(str(place)))
-        contents = {commit["epoch"]: [_rows_of(commit)] for commit in _native.commits(str(place))}
     cursor = next(iter(sorted(place.glob("cursor-*"))), None)
     if cursor is not None:
         name = cursor.name.removeprefix("cursor-")
@@ -186,9 +184,9 @@ def require_movable(table: Table, drop_snapshots: bool) -> LastCommit:
             f"consumer read the changes, then drop it: bunkbed changes {place} --drop-cursor {name}"
         )
     require_no_strangers(place, pattern)
-    if epoch not in kept.values():
-        same = [at for at in kept.values() if contents.get(at) == contents.get(epoch)]
-        epoch = max(same, default=epoch)
+    if kept and epoch not in kept.values():
+        contents = _contents(files, {epoch, *kept.values()})
+        epoch = max((at for at in kept.values() if contents[at] == contents[epoch]), default=epoch)
     earlier = [name for name, at in kept.items() if at != epoch]
     if earlier and not drop_snapshots:
         raise ValueError(
@@ -199,18 +197,18 @@ def require_movable(table: Table, drop_snapshots: bool) -> LastCommit:
     return LastCommit(table.uuid, epoch, next((name for name, at in kept.items() if at == epoch), ""), table.meta)
 
 
-def _contents(files: RunFiles, commit: RunManifest) -> list[object]:
-    """Return what decides the rows of a commit of a sharded table."""
-    found: list[object] = []
-    for name, number in sorted(commit.tables.items()):
-        commits = _native.commits(str(files.own_table(name)))
-        found += [_rows_of(one) for one in commits if one["epoch"] == number]
-    return found
+def _contents(files: RunFiles, epochs: Collection[int]) -> dict[int, list[object]]:
+    """Return for commits of a table what decides its rows: the segments with their lengths, and the step, by shard."""
+    if not files.epochs():
+        rows = _rows_of_commits(files.directory)
+        return {epoch: [rows[epoch]] for epoch in epochs}
+    commits = {epoch: files.load(epoch).tables for epoch in epochs}
+    rows_of = {name: _rows_of_commits(files.own_table(name)) for name in next(iter(commits.values()))}
+    return {epoch: [rows_of[name][tables[name]] for name in rows_of] for epoch, tables in commits.items()}
 
 
-def _rows_of(commit: Json) -> object:
-    """Return what decides the rows of a commit: the segments with their lengths, and the step."""
-    return commit["segments"], commit["step"]
+def _rows_of_commits(place: Path) -> dict[int, object]:
+    return {commit["epoch"]: (commit["segments"], commit["step"]) for commit in _native.commits(str(place))}
 
 
 def require_no_strangers(place: Path, pattern: re.Pattern[str]) -> None:
